@@ -1,0 +1,1 @@
+"""The node agent: what it hears from engines, what it tells consoles."""

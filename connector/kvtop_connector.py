@@ -1,0 +1,338 @@
+"""The connector that vLLM loads: upstream's push and pull connectors side by side, one chosen per request.
+
+A stock peer works with it, since each half handshakes in its own mode. kvtop adds to upstream: one NIXL
+agent for both halves, the choice per request, reports to the node agent, and an earlier hand-over of push
+work.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtop.agents.events import Direction
+from kvtop.connector.config import Settings, read_settings
+from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.routing import Router
+from kvtop.connector.telemetry import Telemetry, telemetry_for
+from kvtop.connector.upstream import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    NixlBaseConnector,
+    NixlPullConnector,
+    NixlPullConnectorScheduler,
+    NixlPushConnector,
+    NixlPushConnectorScheduler,
+    init_logger,
+    nixl_agents_from,
+    on_cpu,
+    open_nixl_agent,
+)
+from kvtop.connector.workers import PullWorker, PushWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvtop.connector")
+
+CPU_PROGRESS_DELAY_US = 1000
+
+
+class PortInUseError(RuntimeError):
+    """A port that the connector must listen on is taken."""
+
+
+@dataclass
+class BothHandshakes(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Each half's handshake metadata of one rank, on its way from worker to scheduler."""
+
+    push: Any
+    pull: Any
+
+
+class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Each half's metadata of one engine step, on its way from scheduler to worker."""
+
+    def __init__(self, push: Any, pull: Any) -> None:
+        """Hold upstream's `NixlConnectorMetadata` of both halves."""
+        self.push = push
+        self.pull = pull
+
+
+class _PushHalf(NixlPushConnector):  # type: ignore[misc]
+    """Upstream's push connector around the given scheduler or worker."""
+
+    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
+        NixlBaseConnector.__init__(self, *args)
+        self.connector_scheduler, self.connector_worker = scheduler, worker
+
+
+class _PullHalf(NixlPullConnector):  # type: ignore[misc]
+    """Upstream's pull connector around the given scheduler or worker."""
+
+    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
+        NixlBaseConnector.__init__(self, *args)
+        self.connector_scheduler, self.connector_worker = scheduler, worker
+
+
+class KvtopConnector(NixlBaseConnector):  # type: ignore[misc]
+    """vLLM's `kv_connector`; load it with `"kv_connector_module_path": "kvtop.connector"`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
+        """Build both halves for one role.
+
+        Raises:
+            SettingError: a `kvtop_*` key of `kv_connector_extra_config` is unknown or impossible.
+            ValueError: decode context parallelism, which upstream's push cannot serve.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            raise ValueError(
+                "KvtopConnector does not support decode_context_parallel_size > 1: vLLM's push half cannot"
+            )
+        self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
+        self.router = Router(self.settings.mode)
+        build = (
+            self._build_scheduler_halves if role == KVConnectorRole.SCHEDULER else self._build_worker_halves
+        )
+        self.push, self.pull = build(vllm_config, role, kv_cache_config)
+        self.halves: Mapping[Direction, Any] = {"push": self.push, "pull": self.pull}
+
+    def _build_scheduler_halves(
+        self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig
+    ) -> tuple[_PushHalf, _PullHalf]:
+        push = NixlPushConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
+        pull = NixlPullConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
+        pull.side_channel_port = push.side_channel_port + self.settings.pull_port_offset
+        args = (vllm_config, role, kv_cache_config)
+        return _PushHalf(*args, scheduler=push), _PullHalf(*args, scheduler=pull)
+
+    def _build_worker_halves(
+        self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig
+    ) -> tuple[_PushHalf, _PullHalf]:
+        shared: SharedNixlAgent | None = None
+        opening: Direction = "push"
+
+        def agent_of(name: str, config: Any) -> Any:
+            nonlocal shared
+            if shared is None:
+                shared = SharedNixlAgent(open_nixl_agent(name, config, _progress_delay_us(self.settings)))
+            return shared.half(opening)
+
+        args = (vllm_config, self.engine_id, kv_cache_config)
+        with nixl_agents_from(agent_of):
+            push_worker = PushWorker(*args)
+            opening = "pull"
+            pull_worker = PullWorker(*args)
+        assert shared is not None
+        for worker in (push_worker, pull_worker):
+            worker.observe(self.telemetry, shared)
+        base = (vllm_config, role, kv_cache_config)
+        return _PushHalf(*base, worker=push_worker), _PullHalf(*base, worker=pull_worker)
+
+    # Scheduler side: requests go to their half, steps to both.
+
+    def _half(self, request: Request) -> Any:
+        return self.halves[self.router.direction(request.request_id, request.kv_transfer_params)]
+
+    def on_new_request(self, request: Request) -> None:
+        """Fix the request's direction; on D, begin its row in the ledger."""
+        self._half(request).on_new_request(request)
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill"):
+            self._report(request, "decode", "queued")
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Ask the request's half how many tokens will come from the peer."""
+        answer: tuple[int | None, bool] = self._half(request).get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return answer
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Tell the request's half which blocks it got."""
+        params = request.kv_transfer_params
+        receives = bool(params and params.get("do_remote_prefill"))
+        self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
+        if receives:
+            self._report(request, "decode", "allocated" if num_external_tokens > 0 else "skipped")
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End the request in its half; see `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End the request in its half: whether P holds the blocks, and what D needs to know."""
+        half = self._half(request)
+        answer: tuple[bool, dict[str, Any] | None] = half.request_finished_all_groups(request, block_ids)
+        held = answer[0]
+        if held:
+            self._report(
+                request,
+                "prefill",
+                "queued",
+                blocks=sum(len(group) for group in block_ids),
+                lease_s=float(half.connector_scheduler._kv_lease_duration),
+            )
+        self.router.forget(request.request_id)
+        return answer
+
+    def _report(self, request: Request, side: Any, step: Any, **facts: Any) -> None:
+        params = request.kv_transfer_params or {}
+        direction = self.router.direction(request.request_id, params)
+        if side == "decode":
+            facts["peer_request_id"] = _text(params.get("remote_request_id"))
+            facts["peer_engine_id"] = _text(params.get("remote_engine_id"))
+        self.telemetry.step(side, request.request_id, step, direction, **facts)
+
+    def build_connector_meta(self, scheduler_output: Any) -> BothMetadata:
+        """Collect both halves' work for this engine step."""
+        return BothMetadata(
+            self.push.build_connector_meta(scheduler_output),
+            self.pull.build_connector_meta(scheduler_output),
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Tell both halves what the workers finished, and report it."""
+        for half in self.halves.values():
+            half.update_connector_output(connector_output)
+        failed = connector_output.failed_recving
+        for request_id in connector_output.finished_recving or ():
+            direction = self.router.known(request_id)
+            if request_id in failed:
+                self.telemetry.step(
+                    "decode", request_id, "failed", direction, error="the KV did not arrive on D"
+                )
+            else:
+                self.telemetry.step("decode", request_id, "received", direction)
+        for request_id in connector_output.finished_sending or ():
+            self.telemetry.step("prefill", request_id, "released", self.router.known(request_id))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping for transfers although no request is scheduled."""
+        return any(half.has_pending_push_work() for half in self.halves.values())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], BothHandshakes]
+    ) -> None:
+        """Serve each half's handshakes on its own port.
+
+        Raises:
+            PortInUseError: one of the two ports is taken (upstream would wait for ever).
+        """
+        for direction, half in self.halves.items():
+            scheduler = half.connector_scheduler
+            _check_port(scheduler.side_channel_host, scheduler.side_channel_port, direction)
+            half.set_xfer_handshake_metadata_pp_aware(
+                {rank: getattr(both, direction) for rank, both in metadata.items()}
+            )
+
+    # Worker side: steps go to both halves.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Register the KV cache, once for both halves."""
+        for half in self.halves.values():
+            half.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """Pass on how blocks are copied between device and host."""
+        for half in self.halves.values():
+            half.set_host_xfer_buffer_ops(copy_operation)
+
+    def bind_connector_metadata(self, connector_metadata: BothMetadata) -> None:
+        """Take this step's work, and hand push's to its writer before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self.push.bind_connector_metadata(connector_metadata.push)
+        self.pull.bind_connector_metadata(connector_metadata.pull)
+        self.push.connector_worker.hand_over(connector_metadata.push)
+
+    def clear_connector_metadata(self) -> None:
+        """Let this step's work go."""
+        super().clear_connector_metadata()
+        for half in self.halves.values():
+            half.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's transfers."""
+        for half in self.halves.values():
+            half.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_save(self) -> None:
+        """Save what must be saved before the step ends."""
+        for half in self.halves.values():
+            half.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests that finished sending and receiving, in vLLM's older form."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what both halves finished since the last step."""
+        push, pull = (half.get_transfer_results(finished_req_ids) for half in self.halves.values())
+        return KVConnectorTransferResults(
+            finished_sending=push.finished_sending | pull.finished_sending,
+            finished_recving=push.finished_recving | pull.finished_recving,
+            failed_recving=push.failed_recving | pull.failed_recving,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of D that either half failed to fill."""
+        push, pull = (half.get_block_ids_with_load_errors() for half in self.halves.values())
+        failed: set[int] = push | pull
+        return failed
+
+    def get_kv_connector_stats(self) -> Any:
+        """Return both halves' transfer statistics as one, or None where there is nothing new."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            return None
+        push, pull = (half.get_kv_connector_stats() for half in self.halves.values())
+        return push.aggregate(pull) if push and pull else push or pull
+
+    def get_handshake_metadata(self) -> BothHandshakes:
+        """Return what peers need for a handshake with either half."""
+        return BothHandshakes(self.push.get_handshake_metadata(), self.pull.get_handshake_metadata())
+
+    def shutdown(self) -> None:
+        """Stop both halves, and say so to the agent."""
+        for half in self.halves.values():
+            half.shutdown()
+        self.telemetry.close()
+
+
+def _progress_delay_us(settings: Settings) -> int | None:
+    """Return the progress thread's delay: as set, else a sleeping thread on CPU and upstream's elsewhere."""
+    if settings.progress_delay_us is not None:
+        return settings.progress_delay_us
+    return CPU_PROGRESS_DELAY_US if on_cpu() else None
+
+
+def _check_port(host: str, port: int, direction: Direction) -> None:
+    """Raise PortInUseError where `port` cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"the {direction} half cannot listen for NIXL handshakes on {host}:{port} "
+                f"({error.strerror}): set VLLM_NIXL_SIDE_CHANNEL_PORT or kvtop_pull_port_offset"
+            ) from error
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

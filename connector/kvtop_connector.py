@@ -49,14 +49,14 @@ class PortInUseError(RuntimeError):
 
 
 @dataclass
-class BothHandshakes(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class BothHandshakes(KVConnectorHandshakeMetadata):
     """Each half's handshake metadata of one rank, on its way from worker to scheduler."""
 
     push: Any
     pull: Any
 
 
-class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class BothMetadata(KVConnectorMetadata):
     """Each half's metadata of one engine step, on its way from scheduler to worker."""
 
     def __init__(self, push: Any, pull: Any) -> None:
@@ -65,7 +65,7 @@ class BothMetadata(KVConnectorMetadata):  # type: ignore[misc]
         self.pull = pull
 
 
-class _PushHalf(NixlPushConnector):  # type: ignore[misc]
+class _PushHalf(NixlPushConnector):
     """Upstream's push connector around the given scheduler or worker."""
 
     def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
@@ -73,7 +73,7 @@ class _PushHalf(NixlPushConnector):  # type: ignore[misc]
         self.connector_scheduler, self.connector_worker = scheduler, worker
 
 
-class _PullHalf(NixlPullConnector):  # type: ignore[misc]
+class _PullHalf(NixlPullConnector):
     """Upstream's pull connector around the given scheduler or worker."""
 
     def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
@@ -81,7 +81,7 @@ class _PullHalf(NixlPullConnector):  # type: ignore[misc]
         self.connector_scheduler, self.connector_worker = scheduler, worker
 
 
-class KvtopConnector(NixlBaseConnector):  # type: ignore[misc]
+class KvtopConnector(NixlBaseConnector):
     """vLLM's `kv_connector`; load it with `"kv_connector_module_path": "kvtop.connector"`."""
 
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
@@ -166,9 +166,7 @@ class KvtopConnector(NixlBaseConnector):  # type: ignore[misc]
         if receives:
             self._report(request, "decode", "allocated" if num_external_tokens > 0 else "skipped")
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End the request in its half; see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
@@ -225,9 +223,7 @@ class KvtopConnector(NixlBaseConnector):  # type: ignore[misc]
         """Whether the engine must keep stepping for transfers although no request is scheduled."""
         return any(half.has_pending_push_work() for half in self.halves.values())
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], BothHandshakes]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BothHandshakes]) -> None:
         """Serve each half's handshakes on its own port.
 
         Raises:

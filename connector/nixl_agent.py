@@ -41,8 +41,9 @@ class SharedNixlAgent:
         self._guard = threading.Lock()
 
     def metadata(self) -> bytes:
-        """Return what peers need to reach this agent: the same bytes for both halves, so that a peer that
-        meets both knows that they are one agent. Called once memory is registered.
+        """Return what peers need to reach this agent; called once memory is registered.
+
+        Both halves serve the same bytes, so that a peer that meets both knows that they are one agent.
         """
         if self._metadata is None:
             self._metadata = self.agent.get_agent_metadata()

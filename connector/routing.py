@@ -7,6 +7,8 @@ from typing import Any
 
 from kvtop.agents.events import Direction
 
+_DIRECTIONS: dict[object, Direction] = {"push": "push", "pull": "pull"}
+
 
 def direction_of(params: Mapping[str, Any], mode: Direction) -> Direction:
     """Return the direction of a request with these `kv_transfer_params` on an instance in `mode`.
@@ -22,8 +24,8 @@ def direction_of(params: Mapping[str, Any], mode: Direction) -> Direction:
     'pull'
     """
     wanted = params.get("transfer_mode")
-    if wanted == "push" or wanted == "pull":
-        return "push" if wanted == "push" else "pull"
+    if isinstance(wanted, str) and wanted in _DIRECTIONS:
+        return _DIRECTIONS[wanted]
     if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
         return "push"
     return mode

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class KvtopStatLogger(StatLoggerBase):  # type: ignore[misc]
+class KvtopStatLogger(StatLoggerBase):
     """Feeds one engine's statistics to the node agent."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:

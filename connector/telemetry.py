@@ -159,9 +159,7 @@ class Telemetry:
         """Report the scheduler's load; `kv_usage` is the used share of the KV cache, 0 to 1."""
         if self._reporter is not None:
             self._reporter.put(
-                EngineStats(
-                    at_ns=time.monotonic_ns(), running=running, waiting=waiting, kv_usage=kv_usage
-                )
+                EngineStats(at_ns=time.monotonic_ns(), running=running, waiting=waiting, kv_usage=kv_usage)
             )
 
     @fails_open
@@ -187,9 +185,7 @@ def telemetry_for(vllm_config: VllmConfig, settings: Settings, process: Process 
     return known
 
 
-def _open_reporter(
-    vllm_config: VllmConfig, settings: Settings, process: Process | None
-) -> Reporter | None:
+def _open_reporter(vllm_config: VllmConfig, settings: Settings, process: Process | None) -> Reporter | None:
     """Start the reporter, or return None where reporting is off or impossible."""
     if not settings.report:
         return None

@@ -20,7 +20,7 @@ FAILURES: Final[dict[str, tuple[Side, ErrorClass]]] = {
     "push_reg_handshake_failed": ("decode", "handshake"),
     "push_handshake_failed": ("prefill", "handshake"),
 }
-"""Upstream's failure types that end a transfer before anything is posted: who reports them, and their class."""
+"""Upstream's failure types that end a transfer before anything is posted: who reports each, and its class."""
 
 WIRE_FAILURES: Final = ("transfer_setup_failed", "transfer_failed", "transfer_exception")
 """Upstream's failure types of the initiator's own NIXL transfers."""

@@ -96,6 +96,7 @@ RELIED_ON_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     f"{_NIXL}.base_scheduler": ("side_channel_port", "side_channel_host", "_kv_lease_duration"),
     f"{_NIXL}.metadata": ("PUSH_REG_NOTIF_PREFIX", "push_registrations", "push_finished_blocks"),
+    "vllm.distributed.nixl_utils": ("NixlWrapper",),
     "vllm.v1.metrics.stats": (
         "time_to_first_tokens_iter",
         "inter_token_latencies_iter",

@@ -70,6 +70,7 @@ class Telemetry:
     def __init__(self, reporter: Reporter | None) -> None:
         """Report through `reporter`; None reports nothing."""
         self._reporter = reporter
+        self._last_load: tuple[int, int, float, bool] | None = None
         self.errors = 0
 
     @fails_open
@@ -156,8 +157,13 @@ class Telemetry:
 
     @fails_open
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """Report the scheduler's load; `kv_usage` is the used share of the KV cache, 0 to 1."""
-        if self._reporter is not None:
+        """Report the scheduler's load where it changed; `kv_usage` is the used share of the KV cache.
+
+        vLLM records every engine step, and an engine that waits for a transfer steps without pause.
+        """
+        load = (running, waiting, round(kv_usage, 2), kv_usage > 0)
+        if self._reporter is not None and load != self._last_load:
+            self._last_load = load
             self._reporter.put(
                 EngineStats(at_ns=time.monotonic_ns(), running=running, waiting=waiting, kv_usage=kv_usage)
             )

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from vllm import __version__ as VLLM_VERSION
 from vllm import envs
+from vllm.distributed import nixl_utils
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -79,7 +80,7 @@ def open_nixl_agent(name: str, config: Any, progress_delay_us: int | None) -> An
     NIXL 1.5.1's Python API fixes `pthrDelay = 0` in `nixl_agent.__init__`, which makes the thread spin a
     whole core; any positive value makes it sleep between events. None keeps upstream's setting.
     """
-    make_agent = base_worker.NixlWrapper
+    make_agent = nixl_utils.NixlWrapper
     if progress_delay_us is None:
         return make_agent(name, config)
     from nixl import _api, _bindings  # noqa: PLC0415 - only where NIXL is about to be used

@@ -60,15 +60,13 @@ class Processes:
 
     def __enter__(self) -> Self:
         """Start the guardian, which makes the throw-away folder (mode 0700)."""
-        argv = [
-            sys.executable,
-            "-P",
-            "-m",
-            "kvtop.console.demo.guardian",
-            *(["--keep"] if self._keep else []),
-        ]
-        self._guardian = subprocess.Popen(  # noqa: S603
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        argv = [sys.executable, "-P", "-m", "kvtop.console.demo.guardian"]
+        self._guardian = subprocess.Popen(
+            [*argv, "--keep"] if self._keep else argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         try:
             self.folder = Path(self._receive()["folder"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvtop.console.demo.model import MAX_MODEL_LEN
-from kvtop.console.demo.ports import HOST
+from kvtop.console.demo.ports import HOST, Ports
 from kvtop.console.demo.processes import NotReady, Processes, Running
 
 MODEL_NAME: Final = "tiny"
@@ -107,16 +107,14 @@ def _environment(folder: Path, server: Server) -> dict[str, str]:
     }
 
 
-def start_router(
-    processes: Processes, port: int, metrics_port: int, prefill: Server, decode: Server
-) -> Running:
+def start_router(processes: Processes, name: str, ports: Ports, prefill: Server, decode: Server) -> Running:
     """Start the real vLLM router in front of a pair."""
     return processes.start(
-        "router",
+        name,
         [
             *(sys.executable, "-P", "-m", "vllm_router.launch_router"),
-            *("--host", HOST, "--port", str(port)),
-            *("--prometheus-host", HOST, "--prometheus-port", str(metrics_port)),
+            *("--host", HOST, "--port", str(ports.router)),
+            *("--prometheus-host", HOST, "--prometheus-port", str(ports.router_metrics)),
             *("--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"),
             *("--worker-startup-check-interval", "1"),
             *("--prefill", prefill.url, "--decode", decode.url),

@@ -1,0 +1,160 @@
+"""A real prefill/decode deployment for tests, started by the demo's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtop.console.demo.access import runtime_environment
+from kvtop.console.demo.deployment import Pair, start_alone, start_pair
+from kvtop.console.demo.load import Prompt
+from kvtop.console.demo.model import make_model
+from kvtop.console.demo.ports import free_ports
+from kvtop.console.demo.processes import Processes
+from kvtop.console.demo.servers import MODEL_NAME, Connector, Server, kvtop_connector
+
+REPOSITORY = Path(__file__).parents[2]
+REQUEST_TIMEOUT_S = 60.0
+DAMAGE_FILE = "damage"
+DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
+"""The variable that tells `tests.support.corrupting`, which runs inside the engine, of that file."""
+
+CONNECTORS: Mapping[str, Connector] = {
+    "stock-push": Connector("NixlPushConnector"),
+    "stock-pull": Connector("NixlPullConnector"),
+    "kvtop-push": kvtop_connector("push"),
+    "kvtop-pull": kvtop_connector("pull"),
+    "corrupting": Connector("CorruptingConnector", "tests.support.corrupting", {"kvtop_mode": "push"}),
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered. Token ids tell more than text, in which bytes that are no UTF-8 look alike."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class NixlCounters:
+    """vLLM's own `vllm:nixl_*` counters, summed over a pair: each transfer counts on its initiator."""
+
+    transfers: int
+    bytes: int
+    descriptors: int
+    failed: int
+
+    def since(self, earlier: NixlCounters) -> NixlCounters:
+        """Return what was added after `earlier`."""
+        return NixlCounters(
+            self.transfers - earlier.transfers,
+            self.bytes - earlier.bytes,
+            self.descriptors - earlier.descriptors,
+            self.failed - earlier.failed,
+        )
+
+
+def complete(url: str, prompt: Prompt) -> Completion:
+    """Have one prompt completed, greedily; a failed request fails the test with the server's answer."""
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt.text,
+        "max_tokens": prompt.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return Completion(tuple(choice["token_ids"]), choice["text"])
+
+
+def complete_all(url: str, prompts: Sequence[Prompt], *, in_flight: int = 1) -> list[Completion]:
+    """Have all prompts completed, `in_flight` at a time; the answers are in the prompts' order."""
+    with ThreadPoolExecutor(in_flight) as pool:
+        return list(pool.map(lambda prompt: complete(url, prompt), prompts))
+
+
+@dataclass(frozen=True)
+class RunningPair:
+    """A pair that serves."""
+
+    processes: Processes
+    pair: Pair
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        """The router: where clients send requests."""
+        return self.pair.router_url
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The runtime folder of the pair's node agent."""
+        return Path(runtime_environment(self.folder)["KVTOP_RUNTIME_DIR"])
+
+    @property
+    def damage_file(self) -> Path:
+        """While this exists, a "corrupting" pair damages what D receives."""
+        return self.folder / DAMAGE_FILE
+
+    def nixl_counters(self) -> NixlCounters:
+        """Read vLLM's own counters."""
+        both = [_samples(server) for server in self.pair.servers]
+
+        def total(name: str) -> int:
+            return round(sum(samples.get(f"vllm:nixl_{name}", 0.0) for samples in both))
+
+        return NixlCounters(
+            transfers=total("bytes_transferred_count"),
+            bytes=total("bytes_transferred_sum"),
+            descriptors=total("num_descriptors_sum"),
+            failed=total("num_failed_transfers_total"),
+        )
+
+
+def _samples(server: Server) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics", timeout=10.0).text
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("vllm:nixl_") and not sample.name.endswith("_bucket")
+    }
+
+
+@contextmanager
+def running_pair(connector: str) -> Iterator[RunningPair]:
+    """Run a pair with one of `CONNECTORS`, and its router, on processes of its own."""
+    with Processes() as processes:
+        model = make_model(processes.folder / "model")
+        yield start_in(processes, connector, model, prefix="")
+
+
+def start_in(processes: Processes, connector: str, model: Path, *, prefix: str) -> RunningPair:
+    """Start a pair and its router among `processes`; `prefix` tells several pairs' processes apart."""
+    folder = processes.folder / prefix
+    folder.mkdir(exist_ok=True)
+    env = {
+        **runtime_environment(folder),
+        DAMAGE_WHILE: str(folder / DAMAGE_FILE),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    pair = start_pair(processes, free_ports(), model, CONNECTORS[connector], env=env, prefix=prefix)
+    return RunningPair(processes, pair, folder)
+
+
+@contextmanager
+def running_alone() -> Iterator[Server]:
+    """Run one server without disaggregation."""
+    with Processes() as processes:
+        yield start_alone(processes, free_ports().http(0), make_model(processes.folder / "model"))

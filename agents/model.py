@@ -179,7 +179,9 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, kw_only=True):
     instances: list[Instance] = []
     transfers: list[Transfer] = []
     forgotten: list[int] = []
-    """Ids of finished transfers that left the agent's ring."""
+    """Ids of transfers that left the agent's ring, or turned out to be another row's."""
+    gone: list[str] = []
+    """Engine ids of instances that the agent no longer shows."""
 
 
 AgentMessage = Welcome | Refusal | Snapshot | Delta

@@ -11,7 +11,6 @@ message instead of a decoding error.
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from typing import Final, Literal, TypeVar
 
@@ -137,21 +136,3 @@ def check_version(body: bytes) -> Preamble:
             "install the same kvtop version on both ends"
         )
     return preamble
-
-
-async def read_frame(reader: asyncio.StreamReader, limit_bytes: int) -> bytes | None:
-    """Read one frame's body, or None at a clean end of the stream.
-
-    Raises:
-        FrameTooLarge: the frame announces more than `limit_bytes`.
-        MalformedFrame: the stream ends inside a frame.
-    """
-    try:
-        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-        if length > limit_bytes:
-            raise FrameTooLarge(f"a frame of {length} bytes was announced, the limit is {limit_bytes}")
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError as error:
-        if not error.partial and error.expected == HEADER.size:
-            return None
-        raise MalformedFrame("the connection ended inside a frame") from error

@@ -1,0 +1,242 @@
+"""The instances of this node: what their processes say of themselves, and what their silence means."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import psutil
+
+from kvtop.agents.events import EngineHello, EngineStats
+from kvtop.agents.latency import NS, LatencyWindow
+from kvtop.agents.ledger import Ledger, Tally
+from kvtop.agents.model import Gap, Instance, InstanceState
+
+STALE_AFTER_S: Final = 5.0
+"""A live process sends something every second (`reporter.HEARTBEAT_S`)."""
+RATE_WINDOW_S: Final = 10.0
+GAPS_KEPT: Final = 20
+
+
+@dataclass
+class Attachment:
+    """One process of an instance, attached or remembered."""
+
+    record: InstanceRecord
+    hello: EngineHello
+    heard_ns: int
+    attached: bool = True
+    stopping: bool = False
+    dropped: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone, or has said that it goes."""
+        return not self.attached and (self.stopping or not _runs(self.hello.pid))
+
+    @property
+    def label(self) -> str:
+        """For people: `engine-core (pid 12)`."""
+        return f"{self.hello.process} (pid {self.hello.pid})"
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this pid exists and is more than an unreaped entry."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+class RateWindow:
+    """Bytes per wall-clock second over the last `RATE_WINDOW_S`: overlapping transfers add up."""
+
+    def __init__(self) -> None:
+        self._moved: deque[tuple[int, int]] = deque()
+
+    def add(self, at_ns: int, count: int) -> None:
+        """Take `count` bytes that had arrived at `at_ns`."""
+        self._moved.append((at_ns, count))
+
+    def per_s(self, now_ns: int) -> float:
+        """Return the rate in bytes per second."""
+        while self._moved and self._moved[0][0] < now_ns - int(RATE_WINDOW_S * NS):
+            self._moved.popleft()
+        return sum(count for _, count in self._moved) / RATE_WINDOW_S
+
+
+@dataclass
+class InstanceRecord:
+    """What is known of one instance (one incarnation of an engine)."""
+
+    newest: EngineHello
+    processes: dict[int, Attachment] = field(default_factory=dict)
+    """By pid."""
+    state: InstanceState = "starting"
+    state_since_ns: int = 0
+    state_reason: str = ""
+    load: EngineStats | None = None
+    latency: LatencyWindow = field(default_factory=LatencyWindow)
+    sent: RateWindow = field(default_factory=RateWindow)
+    received: RateWindow = field(default_factory=RateWindow)
+    gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+    gone: bool = False
+
+    def enter(self, state: InstanceState, at_ns: int, reason: str = "") -> None:
+        """Change state, remembering since when and why."""
+        if (state, reason) != (self.state, self.state_reason):
+            since_ns = at_ns if state != self.state else self.state_since_ns
+            self.state, self.state_since_ns, self.state_reason = state, since_ns, reason
+
+    def note_gap(self, gap: Gap) -> None:
+        """Remember a gap; one that overlaps the last of its kind widens it."""
+        last = self.gaps[-1] if self.gaps else None
+        if last and last.reason == gap.reason and gap.from_ns <= last.to_ns:
+            counts = [count for count in (last.dropped_events, gap.dropped_events) if count is not None]
+            gap = Gap(
+                min(last.from_ns, gap.from_ns),
+                max(last.to_ns, gap.to_ns),
+                gap.reason,
+                sum(counts) if counts else None,
+            )
+            self.gaps.pop()
+        self.gaps.append(gap)
+
+
+class Instances:
+    """All instances that attached to this agent, by engine id."""
+
+    def __init__(self, ledger: Callable[[], Ledger]) -> None:
+        """Begin empty; `ledger` is asked for what it counts for each instance."""
+        self.records: dict[str, InstanceRecord] = {}
+        self._ledger = ledger
+
+    def name_of(self, engine_id: str) -> str:
+        """Return an instance's name, or its engine id where it never attached here."""
+        record = self.records.get(engine_id)
+        return record.newest.name if record else engine_id
+
+    def attached(self, engine_id: str) -> bool:
+        """Whether an instance reports here."""
+        record = self.records.get(engine_id)
+        return record is not None and not record.gone
+
+    def attach(self, hello: EngineHello, now_ns: int) -> Attachment:
+        """Take a process's hello. A new incarnation under a known name replaces the old one."""
+        record = self.records.get(hello.engine_id)
+        if record is None:
+            for old_id in [
+                i for i, old in self.records.items() if old.newest.name == hello.name and old.gone
+            ]:
+                del self.records[old_id]
+            record = self.records[hello.engine_id] = InstanceRecord(hello, state_since_ns=now_ns)
+            self._ledger().rename(hello.engine_id)
+        record.newest, record.gone = hello, False
+        attachment = record.processes[hello.pid] = Attachment(
+            record, hello, now_ns, dropped=hello.dropped_events
+        )
+        if hello.previous_agent_lost_ns is not None:
+            record.note_gap(
+                Gap(
+                    hello.previous_agent_lost_ns,
+                    now_ns,
+                    "no agent took its reports",
+                    hello.dropped_events or None,
+                )
+            )
+        self._judge(record, now_ns)
+        return attachment
+
+    def _forget_older(self, name: str) -> None:
+        """Drop the incarnations of a name that are gone, since a new one takes their place on screen."""
+        for engine_id, record in list(self.records.items()):
+            if record.newest.name == name and record.gone:
+                del self.records[engine_id]
+
+    def heard(self, attachment: Attachment, dropped_events: int, now_ns: int) -> None:
+        """Take note that a process sent something."""
+        if dropped_events > attachment.dropped:
+            lost = dropped_events - attachment.dropped
+            attachment.record.note_gap(Gap(attachment.heard_ns, now_ns, "its event ring was full", lost))
+            attachment.dropped = dropped_events
+        attachment.heard_ns = now_ns
+
+    def detach(self, attachment: Attachment, now_ns: int) -> None:
+        """Take note that a process's connection ended."""
+        attachment.attached = False
+        self._judge(attachment.record, now_ns)
+
+    def refresh(self, now_ns: int) -> None:
+        """Judge every instance anew, as time passes."""
+        for record in self.records.values():
+            self._judge(record, now_ns)
+
+    def _judge(self, record: InstanceRecord, now_ns: int) -> None:
+        """Derive an instance's state from its processes."""
+        processes = list(record.processes.values())
+        lost = [each for each in processes if each.ended]
+        crashed = next((each for each in lost if not each.stopping), None)
+        if len(lost) == len(processes) or crashed:
+            self._bury(record, crashed, now_ns)
+            return
+        record.gone = False
+        silent = [
+            each
+            for each in processes
+            if not each.stopping and now_ns - each.heard_ns > int(STALE_AFTER_S * NS) and each not in lost
+        ]
+        if silent:
+            quietest = min(silent, key=lambda each: each.heard_ns)
+            why = "sends nothing" if quietest.attached else "lost its connection"
+            record.enter("stale", quietest.heard_ns, f"{quietest.label} {why}")
+        elif record.load or any(each.hello.process == "api-server" for each in processes):
+            record.enter("serving", now_ns)
+        else:
+            record.enter("starting", now_ns, "its API server has not attached yet")
+
+    def _bury(self, record: InstanceRecord, crashed: Attachment | None, now_ns: int) -> None:
+        if record.gone:
+            return
+        record.gone = True
+        reason = f"{crashed.label} ended without a word" if crashed else "shut down in order"
+        record.enter("down" if crashed else "stopped", now_ns, reason)
+        record.load = None
+        self._ledger().engine_gone(record.newest.engine_id, now_ns, f"{record.newest.name}: {reason}")
+
+    def freeze(self, now_ns: int) -> list[Instance]:
+        """Return all instances as values for consoles, ordered by role and name."""
+        frozen = [self._freeze(record, now_ns) for record in self.records.values()]
+        return sorted(frozen, key=lambda each: (each.role != "prefill", each.role, each.name))
+
+    def _freeze(self, record: InstanceRecord, now_ns: int) -> Instance:
+        hello, load = record.newest, record.load
+        tally = self._ledger().tallies.get(hello.engine_id) or Tally()
+        return Instance(
+            engine_id=hello.engine_id,
+            name=hello.name,
+            role=hello.role,
+            mode=hello.mode,
+            state=record.state,
+            state_since_ns=record.state_since_ns,
+            state_reason=record.state_reason,
+            simulated=hello.simulated,
+            model=hello.model,
+            software=hello.software,
+            pids=sorted(record.processes),
+            tp_size=hello.tp_size,
+            running=load.running if load else None,
+            waiting=load.waiting if load else None,
+            kv_usage=load.kv_usage if load else None,
+            stage_depths={stage: count for stage, count in tally.depths.items() if count},
+            sent_bytes_per_s=record.sent.per_s(now_ns),
+            received_bytes_per_s=record.received.per_s(now_ns),
+            rate_window_s=RATE_WINDOW_S,
+            transfers_done=tally.done,
+            transfers_failed={reason: count for reason, count in tally.failed.items() if count},
+            oldest_live_ns=self._ledger().oldest_live_ns(hello.engine_id),
+            latency=record.latency.freeze(now_ns),
+            dropped_events=sum(each.dropped for each in record.processes.values()),
+            gaps=list(record.gaps),
+        )

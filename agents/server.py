@@ -1,0 +1,247 @@
+"""The agent's sockets: engines report on one, consoles look on the others. All on one asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from kvtop import __version__
+from kvtop.agents.events import (
+    ENGINE_BATCH,
+    ENGINE_HELLO,
+    EngineEvent,
+    EngineHello,
+    EngineStats,
+    EngineStopping,
+    LatencySamples,
+    TransferEvent,
+)
+from kvtop.agents.instances import Attachment, Instances
+from kvtop.agents.ledger import FINISHED_KEPT, Ledger
+from kvtop.agents.model import CLIENT_HELLO, CLIENT_MESSAGE, Delta, Node, Snapshot, Subscribe
+from kvtop.agents.row import Row
+from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.streams import read_frame, write_frame
+from kvtop.agents.wire import (
+    MAX_INBOUND_FRAME_BYTES,
+    WIRE_VERSION,
+    Clock,
+    Refusal,
+    Welcome,
+    WireError,
+    check_version,
+    decode,
+)
+
+logger = logging.getLogger("kvtop.agent")
+
+SOFTWARE: Final = f"kvtop {__version__}"
+HELLO_TIMEOUT_S: Final = 10.0
+MIN_INTERVAL_S: Final = 0.1
+REFRESH_S: Final = 1.0
+MODES: Final = {"ingest": 0o600, "view": 0o660, "operate": 0o600}
+Role = Literal["engine", "view", "operate"]
+
+
+class Agent:
+    """What one agent knows, and its conversations with engines and consoles."""
+
+    def __init__(self, *, finished_kept: int = FINISHED_KEPT) -> None:
+        """Begin knowing nothing."""
+        self.started_ns = time.monotonic_ns()
+        self.rejected_frames = 0
+        self.connections = 0
+        self.idle_since_ns = self.started_ns
+        self.instances = Instances(lambda: self.ledger)
+        self.ledger = Ledger(
+            finished_kept=finished_kept,
+            name_of=self.instances.name_of,
+            attached=self.instances.attached,
+            completed=self._count_bytes,
+        )
+
+    def node(self) -> Node:
+        """Return what consoles are told about this agent."""
+        return Node(
+            name=socket.gethostname(),
+            software=SOFTWARE,
+            agent_pid=os.getpid(),
+            agent_started_ns=self.started_ns,
+            clock=Clock(time.monotonic_ns(), time.time_ns()),
+            rejected_frames=self.rejected_frames,
+            finished_kept=self.ledger.finished_kept,
+        )
+
+    def snapshot(self, finished: int) -> Snapshot:
+        """Return all that is known now, with at most `finished` ended transfers."""
+        return Snapshot(
+            node=self.node(),
+            instances=self.instances.freeze(time.monotonic_ns()),
+            transfers=self.ledger.snapshot(finished),
+        )
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: Role) -> None:
+        """Serve one connection to its end. Whatever the other side sends, the agent lives."""
+        self.connections += 1
+        try:
+            await self._greet_and_serve(reader, writer, role)
+        except WireError as error:
+            self.rejected_frames += 1
+            logger.warning("closed a connection on the %s socket: %s", role, error)
+            with contextlib.suppress(OSError):
+                await write_frame(writer, Refusal(WIRE_VERSION, SOFTWARE, str(error)))
+        except TimeoutError:
+            logger.info("closed a connection on the %s socket that said nothing", role)
+        except OSError as error:
+            logger.info("lost a connection on the %s socket: %s", role, error)
+        except Exception:
+            logger.exception("a bug in kvtop ended a connection on the %s socket; please report it", role)
+        finally:
+            self.connections -= 1
+            self.idle_since_ns = time.monotonic_ns()
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _greet_and_serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: Role
+    ) -> None:
+        body = await asyncio.wait_for(read_frame(reader, MAX_INBOUND_FRAME_BYTES), HELLO_TIMEOUT_S)
+        if body is None:
+            return
+        check_version(body)
+        welcome = Welcome(WIRE_VERSION, SOFTWARE, socket.gethostname(), os.getpid(), self.started_ns, role)
+        if role == "engine":
+            hello = decode(body, ENGINE_HELLO)
+            await write_frame(writer, welcome)
+            await self._hear(reader, hello)
+        else:
+            decode(body, CLIENT_HELLO)
+            await write_frame(writer, welcome)
+            await self._tell(reader, writer)
+
+    async def _hear(self, reader: asyncio.StreamReader, hello: EngineHello) -> None:
+        """Take an engine process's events until it goes."""
+        attachment = self.instances.attach(hello, time.monotonic_ns())
+        logger.info("%s of %s attached", attachment.label, hello.name)
+        try:
+            while (body := await read_frame(reader, MAX_INBOUND_FRAME_BYTES)) is not None:
+                batch = decode(body, ENGINE_BATCH)
+                self.instances.heard(attachment, batch.dropped_events, time.monotonic_ns())
+                for event in batch.events:
+                    self._take(attachment, event)
+        finally:
+            logger.info("%s of %s detached", attachment.label, hello.name)
+            self.instances.detach(attachment, time.monotonic_ns())
+
+    def _take(self, attachment: Attachment, event: EngineEvent) -> None:
+        hello, record = attachment.hello, attachment.record
+        match event:
+            case TransferEvent():
+                self.ledger.apply(hello.engine_id, event, simulated=hello.simulated)
+            case LatencySamples():
+                record.latency.add(event.at_ns, event.ttft_s, event.itl_s)
+            case EngineStats():
+                record.load = event
+            case EngineStopping():
+                attachment.stopping = True
+
+    def _count_bytes(self, row: Row) -> None:
+        """Add a completed transfer to both sides' rates."""
+        if row.bytes is None:
+            return
+        for side in ("prefill", "decode"):
+            record = self.instances.records.get(row.engine(side) or "")
+            if record is not None:
+                window = record.sent if side == "prefill" else record.received
+                window.add(row.times_ns["done"], row.bytes)
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Send a console what it asks for until it goes."""
+        updates: asyncio.Task[None] | None = None
+        try:
+            while (body := await read_frame(reader, MAX_INBOUND_FRAME_BYTES)) is not None:
+                wanted = decode(body, CLIENT_MESSAGE)
+                if updates is not None:
+                    updates.cancel()
+                updates = asyncio.create_task(self._update(writer, wanted))
+        finally:
+            if updates is not None:
+                updates.cancel()
+                with contextlib.suppress(asyncio.CancelledError, OSError):
+                    await updates
+
+    async def _update(self, writer: asyncio.StreamWriter, wanted: Subscribe) -> None:
+        """Send a snapshot, then at each interval what changed. A slow console gets fewer, larger deltas."""
+        version = self.ledger.version
+        snapshot = self.snapshot(max(0, wanted.finished))
+        known = {instance.engine_id: instance for instance in snapshot.instances}
+        await write_frame(writer, snapshot)
+        while wanted.interval_s is not None:
+            await asyncio.sleep(max(MIN_INTERVAL_S, wanted.interval_s))
+            changed, forgotten = self.ledger.changes(version)
+            version = self.ledger.version
+            instances = self.instances.freeze(time.monotonic_ns())
+            delta = Delta(
+                node=self.node(),
+                instances=[each for each in instances if known.get(each.engine_id) != each],
+                transfers=changed,
+                forgotten=forgotten,
+                gone=sorted(known.keys() - {each.engine_id for each in instances}),
+            )
+            known = {each.engine_id: each for each in instances}
+            await write_frame(writer, delta)
+
+    async def keep_time(self, exit_when_idle_s: float | None) -> None:
+        """Judge instances as time passes; return when nobody has been here for `exit_when_idle_s`."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            now_ns = time.monotonic_ns()
+            self.instances.refresh(now_ns)
+            idle_s = (now_ns - self.idle_since_ns) / 1e9
+            if exit_when_idle_s is not None and self.connections == 0 and idle_s >= exit_when_idle_s:
+                logger.info("no engine and no console for %.0f s: ending", exit_when_idle_s)
+                return
+
+
+def peer_uid(writer: asyncio.StreamWriter) -> int:
+    """Return the uid of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    connection = writer.get_extra_info("socket")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+async def listen(agent: Agent, paths: RuntimePaths) -> list[asyncio.Server]:
+    """Listen on the three sockets. The caller holds the lock, so what lies there is stale."""
+    own = {0, os.geteuid()}
+
+    def serving(role: Role) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if role != "view" and peer_uid(writer) not in own:
+                logger.warning("uid %d may not use the %s socket", peer_uid(writer), role)
+                writer.close()
+                return
+            await agent.converse(reader, writer, role)
+
+        return serve
+
+    async def bind(path: Path, role: Role) -> asyncio.Server:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+        server = await asyncio.start_unix_server(serving(role), path)
+        await asyncio.to_thread(path.chmod, MODES[path.stem])
+        return server
+
+    return [
+        await bind(paths.ingest, "engine"),
+        await bind(paths.view, "view"),
+        await bind(paths.operate, "operate"),
+    ]

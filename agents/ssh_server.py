@@ -1,0 +1,200 @@
+"""The agent's own SSH server, for nodes without sshd: kvtop's protocol and nothing else.
+
+Public keys only. No shell, no terminal, no file transfer, no forwarding but to the agent's two console
+sockets. It is off unless asked for, and listens on loopback unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import asyncssh
+
+from kvtop.agents.client import connect_unix
+from kvtop.agents.reports import Report, as_json, as_table
+from kvtop.agents.runtime import RuntimePaths
+
+logger = logging.getLogger("kvtop.agent.ssh")
+
+LOGIN_TIMEOUT_S: Final = 15
+KEEPALIVE_S: Final = 30
+COMMANDS: Final = (
+    "kvtop-agent stdio",
+    "kvtop-agent stdio --view",
+    "kvtop-agent status",
+    "kvtop-agent status --json",
+    "kvtop-agent transfers",
+    "kvtop-agent transfers --json",
+)
+"""All that a client can run."""
+_Reader = asyncssh.SSHReader[bytes]
+_Writer = asyncssh.SSHWriter[bytes]
+_Handler = Callable[[_Reader, _Writer], Awaitable[None]]
+EXIT_REFUSED: Final = 126
+EXIT_NO_CONNECTION: Final = 3
+CHUNK_BYTES: Final = 1 << 16
+
+
+class _Gate(asyncssh.SSHServer):
+    """What one SSH connection may do."""
+
+    def __init__(self, paths: RuntimePaths) -> None:
+        self._sockets = {
+            name: path for path in (paths.view, paths.operate) for name in (str(path), path.name)
+        }
+        self._peer = "unknown"
+
+    def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._peer = "{}:{}".format(*conn.get_extra_info("peername")[:2])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        logger.info("SSH client %s left%s", self._peer, f": {exc}" if exc else "")
+
+    def begin_auth(self, username: str) -> bool:
+        return True
+
+    def auth_completed(self) -> None:
+        logger.info("SSH client %s came in", self._peer)
+
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    def unix_connection_requested(self, dest_path: str) -> _Handler | bool:
+        path = self._sockets.get(dest_path)
+        if path is None:
+            logger.warning("SSH client %s asked for the socket %r and was refused", self._peer, dest_path)
+            return False
+
+        async def forward(reader: _Reader, writer: _Writer) -> None:
+            with contextlib.suppress(OSError):
+                await _bridge(path, reader, writer)
+            writer.close()
+
+        return forward
+
+
+async def _run_command(paths: RuntimePaths, process: asyncssh.SSHServerProcess[bytes]) -> None:
+    """Run one of the fixed commands for a client."""
+    wanted = " ".join(shlex.split(process.command)) if process.command else ""
+    if wanted not in COMMANDS or process.get_terminal_type() is not None:
+        offered = "; ".join(COMMANDS)
+        process.stderr.write(f"this is no shell: it runs, without a terminal, {offered}\n".encode())
+        process.exit(EXIT_REFUSED)
+        return
+    _, command, *options = wanted.split()
+    path = paths.view if "--view" in options or command != "stdio" else paths.operate
+    try:
+        if command == "stdio":
+            await _bridge(path, process.stdin, process.stdout)
+        else:
+            report: Report = "status" if command == "status" else "transfers"
+            process.stdout.write(await _report(path, report, json_wanted="--json" in options))
+        process.exit(0)
+    except OSError as error:
+        process.stderr.write(f"the agent does not answer: {error}\n".encode())
+        process.exit(EXIT_NO_CONNECTION)
+
+
+async def _report(path: Path, report: Report, *, json_wanted: bool) -> bytes:
+    connection = await connect_unix(path)
+    async with connection:
+        snapshot = await connection.snapshot()
+    text = as_json(report, snapshot) if json_wanted else as_table(report, snapshot)
+    return f"{text}\n".encode()
+
+
+async def _bridge(path: Path, from_client: _Reader, to_client: _Writer) -> None:
+    """Connect the client with one of the agent's sockets until either side ends."""
+    reader, writer = await asyncio.open_unix_connection(path)
+
+    async def ask() -> None:
+        while chunk := await from_client.read(CHUNK_BYTES):
+            writer.write(chunk)
+            await writer.drain()
+
+    async def answer() -> None:
+        while chunk := await reader.read(CHUNK_BYTES):
+            to_client.write(chunk)
+            await to_client.drain()
+
+    copies = {asyncio.create_task(ask()), asyncio.create_task(answer())}
+    _, pending = await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    writer.close()
+
+
+def _host_key(path: Path) -> asyncssh.SSHKey:
+    """Return the server's private key, made where there is none.
+
+    Raises:
+        ValueError: the file is no private key.
+        OSError: it cannot be read or made.
+    """
+    try:
+        return asyncssh.read_private_key(path)
+    except FileNotFoundError:
+        key = asyncssh.generate_private_key("ssh-ed25519", comment="kvtop-agent")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key.export_private_key())
+        return key
+    except asyncssh.KeyImportError as error:
+        raise ValueError(f"the host key {path} is no SSH private key: {error}") from error
+
+
+def _authorized_keys(path: Path) -> asyncssh.SSHAuthorizedKeys:
+    """Return the keys that may connect.
+
+    Raises:
+        ValueError: the file is missing, unreadable or holds no key.
+    """
+    advice = "put the public keys that may connect into it, one a line"
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the authorized keys {path} cannot be read ({error}): {advice}") from error
+    if not any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines()):
+        raise ValueError(f"the authorized keys {path} hold no key: {advice}")
+    try:
+        return asyncssh.import_authorized_keys(text)
+    except ValueError as error:
+        raise ValueError(f"the authorized keys {path} cannot be understood ({error}): {advice}") from error
+
+
+async def serve_ssh(
+    paths: RuntimePaths, *, host: str, port: int, authorized_keys: Path, host_key: Path
+) -> asyncssh.SSHAcceptor:
+    """Listen for consoles; port 0 takes a free one, which the acceptor's `get_port` tells.
+
+    Raises:
+        ValueError: a key file is missing or unusable; the message names it.
+        OSError: the address cannot be listened on.
+    """
+    return await asyncssh.create_server(
+        lambda: _Gate(paths),
+        host,
+        port,
+        server_host_keys=[_host_key(host_key)],
+        authorized_client_keys=_authorized_keys(authorized_keys),
+        process_factory=lambda process: _run_command(paths, process),
+        encoding=None,
+        password_auth=False,
+        kbdint_auth=False,
+        host_based_auth=False,
+        gss_host=None,
+        allow_pty=False,
+        x11_forwarding=False,
+        agent_forwarding=False,
+        allow_scp=False,
+        login_timeout=LOGIN_TIMEOUT_S,
+        keepalive_interval=KEEPALIVE_S,
+        server_version="kvtop",
+    )

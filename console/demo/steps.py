@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -42,5 +42,6 @@ class Steps:
         self.say(f"✓ {text}: {self.seconds[name]:.1f} s")
 
     def say(self, line: str) -> None:
-        """Print one line."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        """Print one line, if there still is a terminal to print it on."""
+        with suppress(OSError):
+            self._console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,322 @@
+"""Simulated engines: they speak the ingest protocol as kvtop's connector does, and say what they are.
+
+For trying kvtop where no vLLM is installed, and for load in tests and benchmarks. Every duration, size and
+failure that they report is drawn at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import random
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtop import __version__
+from kvtop.agents.events import (
+    Direction,
+    EngineEvent,
+    EngineHello,
+    EngineStats,
+    LatencySamples,
+    Mark,
+    Role,
+    Side,
+    Stage,
+    TransferEvent,
+)
+from kvtop.agents.reporter import Reporter
+from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.wire import WIRE_VERSION, Clock
+
+NS: Final = 1_000_000_000
+BLOCK_TOKENS: Final = 16
+BLOCK_BYTES: Final = 2 << 20
+LEASE_S: Final = 30.0
+KV_BLOCKS: Final = 4096
+WIRE_BYTES_PER_S: Final = (0.2e9, 2e9)
+HANDSHAKE_SHARE: Final = 0.1
+SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
+_At = Callable[[int, Callable[[], None]], None]
+
+
+class SimulatedEngine:
+    """One instance: a reporter, and the counts behind its load."""
+
+    def __init__(self, name: str, role: Role, mode: Direction, paths: RuntimePaths) -> None:
+        """Attach to the agent in `paths`, starting one if none runs."""
+        self.engine_id = f"simulated-{uuid.uuid4()}"
+        self.running = 0
+        self.waiting = 0
+        self.blocks = 0
+        self.reporter = Reporter(
+            EngineHello(
+                wire_version=WIRE_VERSION,
+                software=f"kvtop {__version__}, simulated engine",
+                process="api-server",
+                pid=os.getpid(),
+                engine_id=self.engine_id,
+                name=name,
+                role=role,
+                mode=mode,
+                model="simulated",
+                clock=Clock(time.monotonic_ns(), time.time_ns()),
+                simulated=True,
+            ),
+            paths,
+        )
+        self.reporter.start()
+
+    def put(self, event: EngineEvent) -> None:
+        """Report one event."""
+        self.reporter.put(event)
+
+    def change_load(self, running: int, blocks: int) -> None:
+        """Let requests and KV blocks come or go, and report the load."""
+        self.running += running
+        self.blocks = max(0, self.blocks + blocks)
+        usage = min(1.0, self.blocks / KV_BLOCKS)
+        self.put(
+            EngineStats(at_ns=time.monotonic_ns(), running=self.running, waiting=self.waiting, kv_usage=usage)
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode instance that work together."""
+
+    prefill: SimulatedEngine
+    decode: SimulatedEngine
+
+
+class Simulation:
+    """Requests that arrive at random and are served by pairs of simulated engines."""
+
+    def __init__(
+        self,
+        paths: RuntimePaths,
+        *,
+        pairs: int = 1,
+        rate_per_s: float = 4.0,
+        mode: Direction = "push",
+        failure_rate: float = 0.02,
+        seed: int | None = None,
+    ) -> None:
+        """Attach `pairs` pairs to the agent in `paths`.
+
+        Args:
+            paths: the agent's sockets.
+            pairs: how many prefill and how many decode instances.
+            rate_per_s: requests per second, over all pairs.
+            mode: the direction of all transfers.
+            failure_rate: share of transfers that fail or expire, 0 to 1.
+            seed: makes a run repeatable but for its timing.
+        """
+        self._mode: Direction = mode
+        self._rate_per_s = rate_per_s
+        self._failure_rate = failure_rate
+        self._random = random.Random(seed)
+        self._pairs = [
+            Pair(
+                SimulatedEngine(f"sim-prefill-{number}", "prefill", mode, paths),
+                SimulatedEngine(f"sim-decode-{number}", "decode", mode, paths),
+            )
+            for number in range(pairs)
+        ]
+        self._due: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def run(self, stop: threading.Event, duration_s: float | None = None) -> None:
+        """Serve requests until `stop` is set or `duration_s` has passed, then detach in order."""
+        now_ns = time.monotonic_ns()
+        end_ns = None if duration_s is None else now_ns + int(duration_s * NS)
+        self._at(now_ns, self._arrive)
+        while not stop.is_set() and (end_ns is None or time.monotonic_ns() < end_ns):
+            due_ns, _, action = self._due[0]
+            wait_s = (due_ns - time.monotonic_ns()) / NS
+            if wait_s > 0:
+                stop.wait(min(wait_s, 0.2))
+                continue
+            heapq.heappop(self._due)
+            action()
+        for pair in self._pairs:
+            pair.prefill.reporter.close()
+            pair.decode.reporter.close()
+
+    def _at(self, at_ns: int, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (at_ns, self._count, action))
+
+    def _arrive(self) -> None:
+        """Begin one request, and plan the next arrival."""
+        now_ns = time.monotonic_ns()
+        self._at(now_ns + int(self._random.expovariate(self._rate_per_s) * NS), self._arrive)
+        pair = self._random.choice(self._pairs)
+        _Request(self._random, pair, self._mode, self._failure_rate).plan(now_ns, self._at)
+
+
+class _Request:
+    """One simulated request's course, drawn when it arrives."""
+
+    def __init__(self, rng: random.Random, pair: Pair, mode: Direction, failure_rate: float) -> None:
+        self._random = rng
+        self._pair = pair
+        self._mode: Direction = mode
+        self._fails = rng.random() < failure_rate
+        base = f"cmpl-{rng.getrandbits(64):016x}-0"
+        self.ids: dict[Side, str] = {side: f"{base}-{rng.getrandbits(32):08x}" for side in SIDES}
+        self._tokens = int(rng.lognormvariate(6.5, 0.8))
+        self._blocks = max(1, self._tokens // BLOCK_TOKENS)
+
+    def plan(self, at_ns: int, at: _At) -> None:
+        """Put the request's steps into the schedule."""
+        rng, mode, prefill, decode = self._random, self._mode, self._pair.prefill, self._pair.decode
+        initiator: Side = "prefill" if mode == "push" else "decode"
+        course = _Course(self, at_ns, at)
+        course.load(prefill, 1, 0)
+        course.wait(0.02 + self._tokens * 40e-6 * rng.uniform(0.8, 1.3))
+        course.step("prefill", "queued", blocks=self._blocks, lease_s=LEASE_S)
+        course.load(prefill, -1, self._blocks)
+        course.wait(rng.uniform(0.001, 0.01))
+        course.step("decode", "queued", **self._peer_of("decode"))
+        course.load(decode, 1, self._blocks)
+        course.wait(rng.expovariate(4))
+        course.step("decode", "allocated", **self._peer_of("decode"))
+        if mode == "push":
+            course.step("decode", "registered")
+        course.wait(rng.expovariate(8))
+        course.step(initiator, "matched", **self._peer_of(initiator))
+        if rng.random() < HANDSHAKE_SHARE:
+            course.step(initiator, "handshaking")
+            course.wait(rng.uniform(0.05, 0.5))
+        if self._fails:
+            self._plan_failure(course, initiator)
+            return
+        self._plan_transfer(course, initiator)
+        course.load(prefill, 0, -self._blocks)
+        self._plan_decoding(at_ns, course.at_ns, at)
+
+    def _plan_transfer(self, course: _Course, initiator: Side) -> None:
+        wire_s = self._blocks * BLOCK_BYTES / self._random.uniform(*WIRE_BYTES_PER_S)
+        post_s = wire_s * self._random.uniform(0.02, 0.15)
+        course.step(initiator, "posting", ranks_expected=1)
+        course.wait(post_s)
+        course.step(initiator, "on_wire", ranks_expected=1)
+        course.wait(wire_s - post_s)
+        course.step(
+            initiator,
+            "done",
+            ranks_expected=1,
+            bytes=self._blocks * BLOCK_BYTES,
+            descriptors=max(1, int(self._blocks * self._random.uniform(0.2, 1.0))),
+            post_us=post_s * 1e6,
+            wire_us=wire_s * 1e6,
+        )
+        course.wait(0.001)
+        course.step("prefill", "released")
+        course.step("decode", "received")
+
+    def _plan_failure(self, course: _Course, initiator: Side) -> None:
+        why = self._random.choice(("handshake", "transport", "expiry"))
+        course.wait(0.5)
+        if why == "expiry":
+            error = "simulated: the lease ended first"
+            course.step("prefill", "expired", error_class=why, error=error)
+        else:
+            error = f"simulated: the {why} failed"
+            course.step(initiator, "failed", error_class=why, error=error)
+        course.load(self._pair.prefill, 0, -self._blocks)
+        course.load(self._pair.decode, -1, -self._blocks)
+
+    def _peer_of(self, side: Side) -> dict[str, Any]:
+        """Return what a side says of its peer, as kvtop's connector does."""
+        peer = self._pair.decode if side == "prefill" else self._pair.prefill
+        request_id = self.ids["decode" if side == "prefill" else "prefill"]
+        return {"peer_engine_id": peer.engine_id, "peer_request_id": request_id}
+
+    def _plan_decoding(self, at_ns: int, from_ns: int, at: _At) -> None:
+        """Report the first token, then the gaps between the others."""
+        decode, rng = self._pair.decode, self._random
+        first_ns = from_ns + int(rng.uniform(0.008, 0.02) * NS)
+        gaps_s = [rng.gammavariate(8, 0.0025) for _ in range(rng.randint(8, 64))]
+        ttft_s = (first_ns - at_ns) / NS
+        at(first_ns, lambda: decode.put(LatencySamples(time.monotonic_ns(), [ttft_s], [])))
+        end_ns = first_ns + int(sum(gaps_s) * NS)
+
+        def end() -> None:
+            decode.put(LatencySamples(time.monotonic_ns(), [], gaps_s))
+            decode.change_load(-1, -self._blocks)
+
+        at(end_ns, end)
+
+    def report(self, side: Side, step: Stage | Mark, facts: dict[str, Any]) -> None:
+        """Report one step, now."""
+        engine = self._pair.prefill if side == "prefill" else self._pair.decode
+        now_ns = time.monotonic_ns()
+        lease_s = facts.pop("lease_s", None)
+        if lease_s is not None:
+            facts["lease_deadline_ns"] = now_ns + int(lease_s * NS)
+        engine.put(
+            TransferEvent(
+                at_ns=now_ns,
+                side=side,
+                request_id=self.ids[side],
+                step=step,
+                direction=self._mode,
+                **facts,
+            )
+        )
+
+
+class _Course:
+    """Plans a request's steps one after the other."""
+
+    def __init__(self, request: _Request, at_ns: int, at: _At) -> None:
+        self._request = request
+        self._at = at
+        self.at_ns = at_ns
+
+    def wait(self, duration_s: float) -> None:
+        """Let time pass before the next step."""
+        self.at_ns += int(duration_s * NS)
+
+    def step(self, side: Side, step: Stage | Mark, **facts: Any) -> None:
+        """Plan a step at this point."""
+        self._at(self.at_ns, lambda: self._request.report(side, step, facts))
+
+    def load(self, engine: SimulatedEngine, running: int, blocks: int) -> None:
+        """Plan a change of an engine's load at this point."""
+        self._at(self.at_ns, lambda: engine.change_load(running, blocks))
+
+
+def main() -> None:
+    """Run a simulation against this user's agent until told to end."""
+    parser = argparse.ArgumentParser(prog="python -m kvtop.agents.simulate", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=1, help="prefill/decode pairs (default 1)")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
+    parser.add_argument("--mode", choices=("push", "pull"), default="push")
+    parser.add_argument("--failure-rate", type=float, default=0.02, help="share that fails (default 0.02)")
+    parser.add_argument("--duration", type=float, help="seconds; without it, until interrupted")
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    Simulation(
+        RuntimePaths.default(),
+        pairs=options.pairs,
+        rate_per_s=options.rate,
+        mode=options.mode,
+        failure_rate=options.failure_rate,
+        seed=options.seed,
+    ).run(stop, options.duration)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Values to lines: pure functions that need no terminal and import neither textual nor asyncssh."""

@@ -1,0 +1,105 @@
+"""The fleet as a table: the whole, then each node with its instances and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtop.agents.model import Instance, InstanceState
+from kvtop.console.clock import Moment
+from kvtop.console.fleet.figures import Figures, Member, figures, fleet_figures, instance_figures, members_of
+from kvtop.console.fleet.state import FleetState, NodeState
+from kvtop.console.views import format as fmt
+from kvtop.console.views.table import Cell, Column, Sort, ordered
+
+STATE_MARKS: dict[InstanceState, Cell] = {
+    "starting": Cell("◌", "accent"),
+    "serving": Cell("●", "good"),
+    "stopped": Cell("■", "muted"),
+    "down": Cell("✗", "bad"),
+    "stale": Cell("?", "warn"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRow:
+    """One line of the Fleet screen."""
+
+    kind: Literal["fleet", "node", "instance", "note"]
+    key: tuple[str, ...]
+    figures: Figures
+    """Of the fleet, of the node, or of the instance that the line is about."""
+    node: NodeState | None = None
+    instance: Instance | None = None
+
+
+def fleet_rows(
+    fleet: FleetState, sort: Sort | None, columns: Sequence[Column[FleetRow]], now: Moment
+) -> list[FleetRow]:
+    """Return the lines in order: instances are sorted within their node, nodes stay where they were named."""
+    rows = [FleetRow("fleet", ("fleet",), fleet_figures(fleet))]
+    for node in fleet.nodes:
+        of_node = figures(node.target, [node])
+        rows.append(FleetRow("node", ("node", node.target), of_node, node))
+        if node.live and not node.instances:
+            rows.append(FleetRow("note", ("empty", node.target), of_node, node))
+        instances = [_instance_row(member) for member in members_of([node])]
+        for row in ordered(instances, sort, columns, now):
+            rows.append(row)
+            if _needs_note(row):
+                rows.append(FleetRow("note", ("note", *row.key), row.figures, node, row.instance))
+    return rows
+
+
+def _instance_row(member: Member) -> FleetRow:
+    return FleetRow(
+        "instance", ("instance", *member.key), instance_figures(member), member.node, member.instance
+    )
+
+
+def _needs_note(row: FleetRow) -> bool:
+    return row.instance is not None and (
+        row.instance.state in ("down", "stale") or bool(row.instance.state_reason)
+    )
+
+
+def span(row: FleetRow, now: Moment) -> tuple[Cell, ...] | None:
+    """Return the running text of a node line or a note, None for lines with columns."""
+    if row.node is None or row.kind in ("fleet", "instance"):
+        return None
+    if row.kind == "node":
+        return node_line(row.node, now)
+    if row.instance is None:
+        return (Cell(f"    {no_engine_text(row.node)}", "muted"),)
+    state, since = row.instance.state, row.instance.state_since_ns
+    why = f": {row.instance.state_reason}" if row.instance.state_reason else ""
+    when = f"{fmt.clock_time(row.node.wall_s(since))} ({fmt.age(row.node.age_s(since, now))} ago)"
+    return (Cell(f"    └ {state} since {when}{why}", STATE_MARKS[state].tone),)
+
+
+def no_engine_text(node: NodeState) -> str:
+    """Say why a node has no instances and what to do."""
+    name = node.node.name if node.node else node.target
+    return f"no engine has attached to the agent on {name} yet: start vLLM with KvtopConnector there"
+
+
+def node_line(node: NodeState, now: Moment) -> tuple[Cell, ...]:
+    """Return a node's heading: its target and how its connection is."""
+    name = node.node.name if node.node else ""
+    title = node.target if name in ("", node.target) else f"{node.target} ({name})"
+    cells = [Cell("▾ ", "muted"), Cell(title, "strong"), Cell("  ")]
+    link = node.link
+    since = f"{fmt.clock_time(link.since_s)} ({fmt.age(now.wall_s - link.since_s)})"
+    if link.phase == "live" and node.node is not None:
+        cells += [Cell("● live", "good"), Cell(f" since {since}", "muted")]
+        cells.append(Cell(f"  {node.node.software}, pid {node.node.agent_pid}", "muted"))
+        if node.node.rejected_frames:
+            cells.append(Cell(f"  ! {node.node.rejected_frames} bad frames refused", "warn"))
+    elif link.phase == "lost":
+        why = link.error.reason if link.error else "the connection ended"
+        verb = "lost" if node.node else "no connection"
+        cells += [Cell(f"✗ {verb} since {since}", "bad"), Cell(f"  {why}", "warn")]
+    else:
+        cells.append(Cell(f"◌ connecting since {since}", "accent"))
+    return tuple(cells)

@@ -1,0 +1,94 @@
+"""The line at the top of every screen, and the notices at its bottom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+
+from kvtop.agents.model import Gap, Instance
+from kvtop.console.clock import Moment
+from kvtop.console.fleet.state import FleetState, NodeState
+from kvtop.console.views import format as fmt
+from kvtop.console.views.fleet_rows import STATE_MARKS
+from kvtop.console.views.table import Cell
+
+GAP_SHOWN_S = 600.0
+"""How long after its end a gap is still announced."""
+_SCREENS = (("1", "Fleet"), ("2", "Transfers"))
+
+
+def header(
+    fleet: FleetState, now: Moment, screen: str, width: int, *, paused: bool = False
+) -> tuple[Cell, ...]:
+    """Return the top line: screens, links, instances, badges, clock. What does not fit goes, badges never."""
+    right = [Cell(f" {fmt.clock_time(now.wall_s)} ")]
+    if paused:
+        right.insert(0, Cell(" PAUSED ", "badge"))
+    if fleet.simulated:
+        right.insert(0, Cell(" SIMULATED ", "badge"))
+    cells = [Cell(" kvtop ", "strong")]
+    room = width - _length(right) - _length(cells)
+    for part in (_tabs(screen), _links(fleet), _instances(fleet)):
+        chosen = next((form for form in part if _length(form) <= room), [])
+        cells += chosen
+        room -= _length(chosen)
+    return (*cells, Cell(" " * max(0, room)), *right)
+
+
+def _length(cells: list[Cell]) -> int:
+    return sum(cell_len(cell.text) for cell in cells)
+
+
+def _tabs(screen: str) -> list[list[Cell]]:
+    tabs = (Cell(f" {key} {name} ", "accent" if name == screen else "muted") for key, name in _SCREENS)
+    return [[Cell("│"), *tabs]]
+
+
+def _links(fleet: FleetState) -> list[list[Cell]]:
+    """Return the links by phase, and a short form."""
+    phases = Counter("live" if node.live else node.link.phase for node in fleet.nodes)
+    live = Cell(f"│ ● {phases['live']}/{len(fleet.nodes)} live ", "good" if phases["live"] else "muted")
+    cells = [live]
+    if phases["connecting"]:
+        cells.append(Cell(f"◌ {phases['connecting']} connecting ", "accent"))
+    if phases["lost"]:
+        cells.append(Cell(f"✗ {phases['lost']} lost ", "bad"))
+    mark = Cell("✗", "bad") if phases["lost"] else Cell("●", "good")
+    return [cells, [Cell("│ "), mark, Cell(f" {phases['live']}/{len(fleet.nodes)} live ", mark.tone)]]
+
+
+def _instances(fleet: FleetState) -> list[list[Cell]]:
+    states = Counter(i.state for node in fleet.nodes if node.live for i in node.instances)
+    if not states:
+        return []
+    parts = [
+        Cell(f"{STATE_MARKS[s].text} {states[s]} {s} ", STATE_MARKS[s].tone) for s in STATE_MARKS if states[s]
+    ]
+    return [[Cell("│ "), *parts]]
+
+
+def notices(fleet: FleetState, now: Moment, limit: int = 3) -> list[tuple[Cell, ...]]:
+    """Return what the operator must know about the data itself: the latest gaps, newest first."""
+    found = sorted(_gaps(fleet, now), key=lambda item: -item[0])
+    lines: list[tuple[Cell, ...]] = [(Cell(f" ! {text}", "warn"),) for _, text in found[:limit]]
+    if len(found) > limit:
+        lines[-1] = (*lines[-1], Cell(f"  (+{len(found) - limit} more gaps)", "muted"))
+    return lines
+
+
+def _gaps(fleet: FleetState, now: Moment) -> Iterator[tuple[float, str]]:
+    for node in fleet.nodes:
+        for instance in node.instances:
+            for gap in instance.gaps:
+                ago_s = node.age_s(gap.to_ns, now)
+                if ago_s is not None and ago_s <= GAP_SHOWN_S:
+                    yield node.wall_s(gap.to_ns), gap_text(node, instance, gap)
+
+
+def gap_text(node: NodeState, instance: Instance, gap: Gap) -> str:
+    """Say for which span an instance's events are missing, why, and how many."""
+    start, end = (fmt.clock_time(node.wall_s(stamp)) for stamp in (gap.from_ns, gap.to_ns))
+    lost = "" if gap.dropped_events is None else f", {gap.dropped_events:,} events lost"
+    return f"{instance.name}: no data {start}–{end} ({gap.reason}){lost}"

@@ -1,0 +1,152 @@
+"""KV transfers as a table: one line each, P and D joined, live ones first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtop.agents.events import Stage
+from kvtop.agents.model import LIVE_STAGES, Transfer
+from kvtop.console.clock import Moment
+from kvtop.console.fleet.state import FleetState, NodeState, is_live
+from kvtop.console.views import format as fmt
+from kvtop.console.views.table import Cell, Column, Sort, Tone, ordered
+
+STUCK_S = 10.0
+"""A live transfer that is older, in its stage or in all, is marked: a healthy one takes seconds at most."""
+LEASE_SHORT_S = 5.0
+"""A lease with less than this left is marked."""
+
+WAITING_S = 1.0
+"""From when on blocks without a registration, or a registration without blocks, are worth a word."""
+
+STAGE_MARKS: dict[str, Cell] = {
+    "queued": Cell("○", "accent"),
+    "registered": Cell("◔", "accent"),
+    "matched": Cell("◑", "accent"),
+    "handshaking": Cell("⇄", "accent"),
+    "posting": Cell("◕", "accent"),
+    "on_wire": Cell("▶", "accent"),
+    "done": Cell("✓", "good"),
+    "failed": Cell("✗", "bad"),
+    "expired": Cell("✗", "bad"),
+    "cancelled": Cell("⊘", "warn"),
+    "quarantined": Cell("▣", "warn"),
+}
+
+
+class TransferRow(NamedTuple):
+    """One transfer with the node whose clock its stamps are in."""
+
+    node: NodeState
+    transfer: Transfer
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The transfer's identity: row ids are unique within one incarnation of an agent."""
+        started_ns = self.node.node.agent_started_ns if self.node.node else 0
+        return self.node.target, started_ns, self.transfer.id
+
+
+def transfer_rows(
+    fleet: FleetState, sort: Sort | None, columns: Sequence[Column[TransferRow]], now: Moment
+) -> list[TransferRow]:
+    """Return all transfers, live ones first, each part in the order of `sort`.
+
+    Without a sort: live ones oldest first, finished ones newest first.
+    """
+    live: list[TransferRow] = []
+    ended: list[TransferRow] = []
+    for node in fleet.nodes:
+        for transfer in node.transfers.values():
+            (live if is_live(transfer) else ended).append(TransferRow(node, transfer))
+    if sort is None:
+        live.sort(key=lambda row: -(row.node.age_s(row.transfer.first_seen_ns, now) or 0.0))
+        ended.sort(key=lambda row: row.node.age_s(row.transfer.stage_since_ns, now) or 0.0)
+        return live + ended
+    return ordered(live, sort, columns, now) + ordered(ended, sort, columns, now)
+
+
+def summary(fleet: FleetState, now: Moment) -> tuple[Cell, ...]:
+    """Return the line above the table: the two queues that wait for each other, and live ones by stage."""
+    depths: Counter[Stage] = Counter()
+    blocks_wait: list[float] = []
+    registrations_wait: list[float] = []
+    ended = 0
+    for node in fleet.nodes:
+        for transfer in node.transfers.values():
+            depths[transfer.stage] += 1
+            ended += not is_live(transfer)
+            if transfer.direction != "pull" and transfer.stage in ("queued", "registered"):
+                age_s = node.age_s(transfer.stage_since_ns, now) or 0.0
+                (blocks_wait if transfer.stage == "queued" else registrations_wait).append(age_s)
+    cells = [Cell(f"live {sum(depths[stage] for stage in LIVE_STAGES)}", "strong")]
+    for waiting, text in (
+        (blocks_wait, "blocks awaiting registration"),
+        (registrations_wait, "registered, awaiting blocks"),
+    ):
+        if waiting and max(waiting) >= WAITING_S:
+            tone: Tone = "warn" if max(waiting) >= STUCK_S else ""
+            cells.append(Cell(f" · {text}: {len(waiting)} (oldest {fmt.age(max(waiting))})", tone))
+    present = [stage for stage in LIVE_STAGES if depths[stage]]
+    cells += [Cell(f" · {STAGE_MARKS[stage].text} {stage} {depths[stage]}", "accent") for stage in present]
+    cells.append(Cell(f" · finished {ended}", "muted"))
+    return tuple(cells)
+
+
+def find(fleet: FleetState, key: tuple[str, int, int]) -> TransferRow | None:
+    """Return the transfer of that identity, None where no agent holds it any more."""
+    for node in fleet.nodes:
+        if node.target == key[0] and (transfer := node.transfers.get(key[2])):
+            row = TransferRow(node, transfer)
+            return row if row.key == key else None
+    return None
+
+
+def empty_lines(fleet: FleetState) -> list[tuple[Cell, ...]]:
+    """Say why there is no transfer and what to do."""
+    if not any(node.live for node in fleet.nodes):
+        return [(Cell("no agent is connected: the Fleet screen (1) says why", "warn"),)]
+    if not any(node.instances for node in fleet.nodes):
+        text = "no engine has attached to an agent yet: start vLLM with KvtopConnector"
+        return [(Cell(text, "muted"),)]
+    return [
+        (Cell("no KV transfer yet.", "muted"),),
+        (Cell("Send a request through the router; a prompt shorter than one block moves nothing.", "muted"),),
+    ]
+
+
+def rate_bytes_per_s(transfer: Transfer) -> float | None:
+    """Return payload bytes per second of NIXL's transfer time, None unless both are known."""
+    if transfer.bytes is None or not transfer.wire_us:
+        return None
+    return transfer.bytes / (transfer.wire_us / 1e6)
+
+
+def endpoints(transfer: Transfer) -> str:
+    """Return `P→D` by the instances' names."""
+    prefill = transfer.prefill.name if transfer.prefill else fmt.UNKNOWN
+    decode = transfer.decode.name if transfer.decode else fmt.UNKNOWN
+    return f"{prefill}→{decode}"
+
+
+def request_id(transfer: Transfer) -> str | None:
+    """Return the decode side's request id, else the prefill side's."""
+    for side in (transfer.decode, transfer.prefill):
+        if side and side.request_id:
+            return side.request_id
+    return None
+
+
+def lease_s(row: TransferRow, now: Moment) -> float | None:
+    """Return the seconds left of a live transfer's lease."""
+    if row.transfer.lease_deadline_ns is None or not is_live(row.transfer):
+        return None
+    return (row.transfer.lease_deadline_ns - row.node.now_ns(now)) / 1e9
+
+
+def stage_cell(stage: Stage) -> Cell:
+    """Return a stage as mark and word."""
+    mark = STAGE_MARKS[stage]
+    return Cell(f"{mark.text} {stage}", mark.tone)

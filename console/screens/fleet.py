@@ -1,0 +1,70 @@
+"""The Fleet screen: instances grouped by node, and the latency of the chosen scope below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from textual.containers import Horizontal
+from textual.widget import Widget
+
+from kvtop.console.clock import Moment
+from kvtop.console.fleet.figures import Figures
+from kvtop.console.fleet.state import FleetState
+from kvtop.console.screens.table import TableScreen
+from kvtop.console.views.fleet_columns import COLUMNS, fleet_table
+from kvtop.console.views.fleet_rows import FleetRow, fleet_rows
+from kvtop.console.views.histogram import Scope, histogram
+from kvtop.console.views.table import Table
+from kvtop.console.widgets.grid import Grid
+from kvtop.console.widgets.lines import Draw, Lines
+
+
+class FleetScreen(TableScreen[FleetRow]):
+    """Instances by node; TTFT and ITL histograms of the row under the cursor, of the fleet without one."""
+
+    NAME = "Fleet"
+    CSS_PATH = "fleet.tcss"
+
+    def body(self) -> list[Widget]:
+        """Return the table and the two histograms."""
+        return [
+            Grid(fleet_table(simulated=False), id="instances"),
+            Horizontal(Lines(id="ttft"), Lines(id="itl"), id="latency"),
+        ]
+
+    def table(self) -> Table[FleetRow]:
+        """Return the table for the present values."""
+        return fleet_table(simulated=self.fleet.simulated)
+
+    def rows(self) -> Sequence[FleetRow]:
+        """Return fleet, nodes and instances in order."""
+        return fleet_rows(self.fleet, self.sort, COLUMNS, self.now)
+
+    def show(self, fleet: FleetState, now: Moment, *, paused: bool) -> None:
+        """Show new values."""
+        super().show(fleet, now, paused=paused)
+        self.show_latency()
+
+    def show_latency(self) -> None:
+        """Show the histograms of the chosen row's scope."""
+        chosen = self.scope()
+        for which in ("ttft", "itl"):
+            self.query_one(f"#{which}", Lines).show(_histogram(chosen, which))
+
+    def scope(self) -> Figures:
+        """Return the figures of the row under the cursor, of the fleet where there is none."""
+        rows = self.rows()
+        chosen = next((row for row in rows if row.key == self.grid.cursor), rows[0])
+        return chosen.figures
+
+    def on_grid_cursor_moved(self) -> None:
+        """Show the latency of the row that was chosen."""
+        self.show_latency()
+
+
+def _histogram(figures: Figures, which: Literal["ttft", "itl"]) -> Draw:
+    latency = figures.latency
+    scope = Scope(which.upper(), figures.label, latency.window_s if latency else None)
+    sketch = getattr(latency, which) if latency else None
+    return lambda width, height: histogram(sketch, scope, width, height)

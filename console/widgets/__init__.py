@@ -1,0 +1,1 @@
+"""Widgets of the terminal UI: they draw what `kvtop.console.views` computed."""

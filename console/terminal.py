@@ -1,0 +1,50 @@
+"""Runs the terminal UI on a fleet and turns how it ended into an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtop.console.app import KvtopApp
+from kvtop.console.cli import notice
+from kvtop.console.fleet.dial import DialOptions, dialler
+from kvtop.console.fleet.errors import InputError
+from kvtop.console.fleet.fleet import Fleet
+from kvtop.console.fleet.targets import Target
+from kvtop.console.theming import DEFAULT_THEME
+
+
+def make_app(
+    targets: Sequence[Target],
+    options: DialOptions,
+    *,
+    theme: str | None,
+    interval_s: float = 1.0,
+    screen: str = "fleet",
+) -> KvtopApp:
+    """Return the app on a fleet that connects once the first frame is drawn.
+
+    Raises:
+        InputError: there is no theme of that name.
+    """
+    feed = Fleet(targets, dialler(options), interval_s=interval_s)
+    app = KvtopApp(feed, theme=theme or DEFAULT_THEME, start_mode=screen)
+    if theme and theme not in app.theme_names:
+        raise InputError(f"there is no theme {theme!r}; there are {', '.join(app.theme_names)}")
+    return app
+
+
+def run_terminal(
+    targets: Sequence[Target], options: DialOptions, *, theme: str | None = None, interval_s: float = 1.0
+) -> int:
+    """Run the terminal UI until the operator leaves; return the exit code.
+
+    Raises:
+        Exception: whatever bug ended the app.
+    """
+    app = make_app(targets, options, theme=theme, interval_s=interval_s)
+    app.run()
+    if app.failure is not None:
+        raise app.failure
+    for error in app.connect_errors:
+        notice(str(error))
+    return app.return_code or 0

@@ -73,9 +73,9 @@ class Link:
                 self._turn("lost", error, attempt)
             else:
                 ended = await self._follow(conversation)
-                attempt = 1
+                attempt = 0
                 self._turn("lost", ended, 0)
-            await asyncio.sleep(backoff_s(attempt, self._draw))
+            await asyncio.sleep(backoff_s(max(1, attempt), self._draw))
 
     async def _follow(self, conversation: Conversation) -> ConnectError:
         """Take over messages until the conversation ends; return why it did."""

@@ -16,6 +16,8 @@ from kvtop.agents.model import Transfer
 from kvtop.agents.row import Row
 
 FINISHED_KEPT: Final = 2000
+COMPLETION_GRACE_S: Final = 5.0
+"""How long after KV arrived, or P's blocks were freed, the initiator's completion may still be reported."""
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 _OTHER: Final[dict[Side, Side]] = {"prefill": "decode", "decode": "prefill"}
 
@@ -71,6 +73,7 @@ class Ledger:
         self._forgotten: deque[tuple[int, int]] = deque(maxlen=4 * finished_kept)
         self._by_request: dict[tuple[str, str], int] = {}
         self._waiting: dict[tuple[Side, str], int] = {}  # rows that only the other side has reported
+        self._overdue: dict[int, int] = {}  # rows that are over for one side, and since when
         self._next_id = 1
 
     def apply(self, engine_id: str, event: TransferEvent, *, simulated: bool = False) -> None:
@@ -79,10 +82,23 @@ class Ledger:
         row.simulated |= simulated
         row.learn(engine_id, event)
         if event.step == "received" and not row.initiator_reports(self._attached):
-            row.completed_by_arrival = True
+            row.completed_unseen = True
         row = self._join(row, event)
         self._index(row, engine_id, event)
         self._touch(row)
+        if row.live and event.step in ("received", "released"):
+            self._overdue.setdefault(row.id, event.at_ns)
+
+    def close_overdue(self, now_ns: int) -> None:
+        """Close rows whose end was seen but whose completion was not: the report of it was lost."""
+        for row_id, since_ns in list(self._overdue.items()):
+            row = self._rows.get(row_id)
+            if row is not None and row.live:
+                if now_ns - since_ns < COMPLETION_GRACE_S * 1e9:
+                    continue
+                row.completed_unseen = True
+                self._touch(row)
+            del self._overdue[row_id]
 
     def engine_gone(self, engine_id: str, at_ns: int, reason: str) -> None:
         """End the live rows of an engine whose process no longer exists."""

@@ -45,7 +45,7 @@ class Row:
         self.tallied: tuple[Stage, ErrorClass | None, tuple[str, ...]] | None = None
         self.announced = False
         self.simulated = False
-        self.completed_by_arrival = False
+        self.completed_unseen = False
         self.keys: set[tuple[str, str]] = set()
         self.waits_for: set[tuple[Side, str]] = set()
         self.stage: Stage = "queued"
@@ -105,10 +105,10 @@ class Row:
         return party.request_id if party and party.reported else None
 
     def initiator_reports(self, attached: Callable[[str], bool]) -> bool:
-        """Whether the side that posts the transfer reports to this agent, and so will say when it is done."""
+        """Whether the side that posts the transfer may report here, and so will say when it is done."""
         initiator = _INITIATOR[self._direction or "push"]
         party = self._parties.get(initiator)
-        return party is not None and (party.reported or attached(party.engine_id))
+        return party is None or party.reported or attached(party.engine_id)
 
     def learn(self, engine_id: str, event: TransferEvent) -> None:
         """Take the facts of one event."""
@@ -159,16 +159,16 @@ class Row:
         self.waits_for |= other.waits_for
         self.simulated |= other.simulated
         self.announced |= other.announced
-        # D's arrival spoke for an initiator that was not known then; now it is.
-        self.completed_by_arrival = False
+        self.completed_unseen &= other.completed_unseen
 
     def settle(self) -> None:
         """Derive the stage from the facts."""
         expected = self._ranks_expected or 1
         if len(self._ranks) >= expected:
             self.times_ns["done"] = max(rank.at_ns for rank in self._ranks.values())
-        elif self.completed_by_arrival or "skipped" in self.times_ns:
-            self.times_ns["done"] = self.times_ns.get("received") or self.times_ns["skipped"]
+        elif self.completed_unseen or "skipped" in self.times_ns:
+            marks: tuple[Mark, ...] = ("received", "skipped", "released")
+            self.times_ns["done"] = next(self.times_ns[mark] for mark in marks if mark in self.times_ns)
         else:
             self.times_ns.pop("done", None)
         ended = next((stage for stage in ENDS if stage in self.times_ns), None)

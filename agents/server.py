@@ -206,6 +206,7 @@ class Agent:
             await asyncio.sleep(REFRESH_S)
             now_ns = time.monotonic_ns()
             self.instances.refresh(now_ns)
+            self.ledger.close_overdue(now_ns)
             idle_s = (now_ns - self.idle_since_ns) / 1e9
             if exit_when_idle_s is not None and self.connections == 0 and idle_s >= exit_when_idle_s:
                 logger.info("no engine and no console for %.0f s: ending", exit_when_idle_s)

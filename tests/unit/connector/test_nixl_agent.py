@@ -128,7 +128,7 @@ def test_memory_is_registered_once_and_kept_until_both_halves_let_go(
     shared: SharedNixlAgent, halves: tuple[HalfAgent, HalfAgent]
 ) -> None:
     push, pull = halves
-    memory = np.zeros(1 << 16, dtype=np.uint8)
+    memory: Any = np.zeros(1 << 16, dtype=np.uint8)
     regions = shared.agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
 
     first = push.register_memory(regions)

@@ -1,0 +1,62 @@
+"""Percentiles come from merged sketches and are right to within one per cent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtop.agents.latency import NS, LatencyWindow, histogram, merge, quantile
+from kvtop.agents.model import Latency, Sketch
+
+durations = st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=200)
+
+
+def window_of(samples: list[float], at_ns: int = 0) -> Latency:
+    window = LatencyWindow()
+    window.add(at_ns, samples, [])
+    frozen = window.freeze(at_ns)
+    assert frozen is not None
+    return frozen
+
+
+def exact(samples: list[float], q: float) -> float:
+    return sorted(samples)[int(q * (len(samples) - 1))]
+
+
+@given(durations, durations, st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]))
+def test_a_percentile_of_merged_sketches_is_that_of_all_samples(
+    some: list[float], others: list[float], q: float
+) -> None:
+    merged = merge([window_of(some).ttft, Sketch(), window_of(others).ttft])
+
+    value = quantile(merged, q)
+
+    assert value == pytest.approx(exact(some + others, q), rel=0.0201)
+    assert merged.count == len(some) + len(others)
+    assert merged.sum_s == pytest.approx(sum(some) + sum(others))
+    assert (merged.min_s, merged.max_s) == (min(some + others), max(some + others))
+
+
+def test_no_samples_have_no_percentile() -> None:
+    assert quantile(Sketch(), 0.5) is None
+    assert quantile(merge([]), 0.99) is None
+
+
+def test_a_histogram_counts_every_sample_once() -> None:
+    sketch = window_of([0.0, 0.001, 0.02, 0.021, 5.0]).ttft
+
+    assert histogram(sketch, [0.01, 0.1]) == [2, 2, 1]
+
+
+def test_samples_leave_the_window_after_a_minute() -> None:
+    window = LatencyWindow()
+    assert window.freeze(0) is None
+    window.add(10 * NS, [1.0], [0.1, 0.2])
+
+    young, old = window.freeze(60 * NS), window.freeze(90 * NS)
+
+    assert young is not None
+    assert (young.ttft.count, young.itl.count) == (1, 2)
+    assert old is not None
+    assert (old.ttft.count, old.itl.count) == (0, 0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtop.agents.client import connect_unix
+from kvtop.agents.model import Instance, Snapshot
+from kvtop.agents.runtime import ENV_RUNTIME_DIR, RuntimePaths
 from kvtop.console.demo.access import runtime_environment
 from kvtop.console.demo.deployment import Pair, start_alone, start_pair
 from kvtop.console.demo.load import Prompt
@@ -84,6 +88,29 @@ def complete_all(url: str, prompts: Sequence[Prompt], *, in_flight: int = 1) -> 
         return list(pool.map(lambda prompt: complete(url, prompt), prompts))
 
 
+class Load:
+    """Prompts being completed in the background, `in_flight` at a time."""
+
+    def __init__(self, url: str, prompts: Sequence[Prompt], *, in_flight: int) -> None:
+        self._pool = ThreadPoolExecutor(in_flight)
+        self._futures = [self._pool.submit(complete, url, prompt) for prompt in prompts]
+
+    @property
+    def finished(self) -> int:
+        """How many prompts have been answered, or have failed."""
+        return sum(future.done() for future in self._futures)
+
+    def results(self) -> list[Completion]:
+        """Wait for all answers; a failed request fails the test."""
+        return [future.result() for future in self._futures]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
 @dataclass(frozen=True)
 class RunningPair:
     """A pair that serves."""
@@ -100,12 +127,20 @@ class RunningPair:
     @property
     def runtime_dir(self) -> Path:
         """The runtime folder of the pair's node agent."""
-        return Path(runtime_environment(self.folder)["KVTOP_RUNTIME_DIR"])
+        return Path(runtime_environment(self.folder)[ENV_RUNTIME_DIR])
 
     @property
     def damage_file(self) -> Path:
         """While this exists, a "corrupting" pair damages what D receives."""
         return self.folder / DAMAGE_FILE
+
+    def snapshot(self) -> Snapshot:
+        """Ask the node agent for all that it knows."""
+        return asyncio.run(_snapshot(RuntimePaths.at(self.runtime_dir).view))
+
+    def instances(self) -> dict[str, Instance]:
+        """Return the node agent's instances by role."""
+        return {instance.role: instance for instance in self.snapshot().instances}
 
     def nixl_counters(self) -> NixlCounters:
         """Read vLLM's own counters."""
@@ -120,6 +155,11 @@ class RunningPair:
             descriptors=total("num_descriptors_sum"),
             failed=total("num_failed_transfers_total"),
         )
+
+
+async def _snapshot(socket: Path) -> Snapshot:
+    async with await connect_unix(socket) as agent:
+        return await agent.snapshot(finished=100_000)
 
 
 def _samples(server: Server) -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""What the ledger says of a real pair is what happened in it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvtop.agents.model import Transfer
+from kvtop.console.demo.load import Prompt, make_prompt
+from kvtop.console.demo.servers import Server
+from tests.support.pair import RunningPair, complete_all
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.vllm
+
+REQUESTS = 20
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    source = random.Random(seed)
+    return [make_prompt(seed * 1000 + number, source) for number in range(count)]
+
+
+@pytest.mark.parametrize("pair", ["kvtop-push", "kvtop-pull"], indirect=True)
+def test_outputs_are_right_and_the_ledger_agrees_with_vllm(pair: RunningPair, aggregated: Server) -> None:
+    mode = pair.instances()["prefill"].mode
+    counted = pair.nixl_counters()
+    known = {row.id for row in pair.snapshot().transfers}
+    asked = prompts(REQUESTS, seed=20)
+
+    outputs = complete_all(pair.url, asked, in_flight=4)
+
+    def new_rows() -> list[Transfer]:
+        return [row for row in pair.snapshot().transfers if row.id not in known]
+
+    wait_until(lambda: sum(row.stage == "done" for row in new_rows()) >= REQUESTS, "20 transfers to be done")
+    wait_until(
+        lambda: pair.nixl_counters().since(counted).transfers >= REQUESTS, "vLLM to count 20 transfers"
+    )
+
+    assert outputs == complete_all(aggregated.url, asked)
+    rows, by_vllm = new_rows(), pair.nixl_counters().since(counted)
+    assert [(row.stage, row.direction) for row in rows] == [("done", mode)] * REQUESTS
+    assert by_vllm.transfers == REQUESTS
+    assert by_vllm.failed == 0
+    assert sum(row.bytes or 0 for row in rows) == by_vllm.bytes
+    assert sum(row.descriptors or 0 for row in rows) == by_vllm.descriptors
+    for row in rows:
+        assert row.prefill is not None
+        assert row.decode is not None
+        assert (row.prefill.name, row.decode.name) == ("prefill-0", "decode-0")
+
+
+@pytest.mark.parametrize("pair", ["kvtop-push", "kvtop-pull"], indirect=True)
+def test_latency_is_vllms_own(pair: RunningPair) -> None:
+    before = pair.instances()["decode"].latency
+    known = (before.ttft.count, before.itl.count) if before else (0, 0)
+    asked = prompts(5, seed=21)
+
+    complete_all(pair.url, asked)
+
+    def added() -> tuple[int, int]:
+        latency = pair.instances()["decode"].latency
+        assert latency is not None
+        return latency.ttft.count - known[0], latency.itl.count - known[1]
+
+    gaps = sum(prompt.max_tokens - 1 for prompt in asked)
+    wait_until(lambda: added() == (len(asked), gaps), f"{len(asked)} TTFT and {gaps} ITL samples on decode-0")

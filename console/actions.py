@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from textual.binding import BindingType
 
 Scope = Literal["app", "grid", "table", "detail"]
-"""Where the keys work: everywhere, on a live table, on a screen with a sortable table, in a row's detail."""
+"""Where the keys work: everywhere, on a live table, on a screen that can be sorted, on a text that scrolls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ ACTIONS: tuple[Action, ...] = (
         "enter",
         "open",
         "Open",
-        "Open the row under the cursor.",
+        "Open the row under the cursor: a transfer in full, an instance's or a node's transfers.",
         shown=True,
         key_display="Enter",
     ),
@@ -103,6 +103,20 @@ ACTIONS: tuple[Action, ...] = (
     Action("grid.page_up", "grid", "pageup,ctrl+u", "page(-1)", "Page up", "A page back."),
     Action("grid.home", "grid", "home,g", "home", "First", "First row."),
     Action("grid.end", "grid", "end,G", "end", "Last", "Last row."),
+    Action(
+        "detail.back",
+        "detail",
+        "escape",
+        "app.back",
+        "Back",
+        "Back to the table.",
+        shown=True,
+        key_display="Esc",
+    ),
+    Action("detail.down", "detail", "j", "scroll_down", "Down", "A line further."),
+    Action("detail.up", "detail", "k", "scroll_up", "Up", "A line back."),
+    Action("detail.home", "detail", "g", "scroll_home", "First", "To the first line."),
+    Action("detail.end", "detail", "G", "scroll_end", "Last", "To the last line."),
 )
 
 

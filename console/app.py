@@ -138,6 +138,12 @@ class KvtopApp(App[int]):
         if mode != self.current_mode:
             await self.switch_mode(mode)
 
+    async def on_fleet_screen_drilled(self, message: FleetScreen.Drilled) -> None:
+        """Show the transfers of the row that was opened."""
+        await self.action_mode("transfers")
+        if isinstance(self.screen, TransfersScreen):
+            self.screen.show_only(message.limit)
+
     async def action_back(self) -> None:
         """Undo the latest step on the screen on top."""
         back = getattr(self.screen, "back", None)

@@ -94,14 +94,14 @@ def as_text(what: str, answers: Sequence[Answer]) -> str:
 def _status_lines(fleet: FleetState, now: Moment) -> Iterator[str]:
     if fleet.simulated:
         yield "SIMULATED: rows marked SIM come from simulated engines"
-    table = fleet_columns.fleet_table(simulated=fleet.simulated)
+    table = fleet_columns.fleet_table(fleet)
     yield from plain_lines(table, fleet_rows(fleet, None, table.columns, now), now)
 
 
 def _transfer_lines(fleet: FleetState, now: Moment) -> Iterator[str]:
     if fleet.simulated:
         yield "SIMULATED: rows marked SIM come from simulated engines"
-    table = transfer_columns.transfer_table(simulated=fleet.simulated)
+    table = transfer_columns.transfer_table(fleet)
     yield from plain_lines(table, transfer_rows(fleet, None, table.columns, now), now)
     for node in fleet.nodes:
         if not node.instances:

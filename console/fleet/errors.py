@@ -58,7 +58,8 @@ class InputError(KvtopError):
 class ConnectError(KvtopError):
     """No conversation with one target's agent.
 
-    `str(error)` is one line: the target, what happened, and what to do.
+    `str(error)` is one line: the target, what happened (`what`), and what to do (`remedy`). `reason` is the
+    line without the target.
     """
 
     exit_code = 3
@@ -66,8 +67,9 @@ class ConnectError(KvtopError):
     def __init__(self, target: str, kind: ConnectKind, what: str, remedy: str = "") -> None:
         self.target = target
         self.kind: ConnectKind = kind
-        self.reason = one_line(f"{what}: {remedy}" if remedy else what)
-        """What happened and what to do, without the target."""
+        self.what = one_line(what)
+        self.remedy = one_line(remedy)
+        self.reason = f"{self.what}: {self.remedy}" if remedy else self.what
         super().__init__(f"{target}: {self.reason}")
 
 

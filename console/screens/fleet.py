@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from textual.containers import Horizontal
+from textual.message import Message
 from textual.widget import Widget
 
 from kvtop.console.clock import Moment
@@ -16,6 +17,7 @@ from kvtop.console.views.fleet_columns import COLUMNS, fleet_table
 from kvtop.console.views.fleet_rows import FleetRow, fleet_rows
 from kvtop.console.views.histogram import Scope, histogram
 from kvtop.console.views.table import Table
+from kvtop.console.views.transfer_rows import Limit
 from kvtop.console.widgets.grid import Grid
 from kvtop.console.widgets.lines import Draw, Lines
 
@@ -23,19 +25,26 @@ from kvtop.console.widgets.lines import Draw, Lines
 class FleetScreen(TableScreen[FleetRow]):
     """Instances by node; TTFT and ITL histograms of the row under the cursor, of the fleet without one."""
 
+    class Drilled(Message):
+        """The operator wants the transfers of one row; None: of all."""
+
+        def __init__(self, limit: Limit | None) -> None:
+            super().__init__()
+            self.limit = limit
+
     NAME = "Fleet"
     CSS_PATH = "fleet.tcss"
 
     def body(self) -> list[Widget]:
         """Return the table and the two histograms."""
         return [
-            Grid(fleet_table(simulated=False), id="instances"),
+            Grid(fleet_table(FleetState()), id="instances"),
             Horizontal(Lines(id="ttft"), Lines(id="itl"), id="latency"),
         ]
 
     def table(self) -> Table[FleetRow]:
         """Return the table for the present values."""
-        return fleet_table(simulated=self.fleet.simulated)
+        return fleet_table(self.fleet)
 
     def rows(self) -> Sequence[FleetRow]:
         """Return fleet, nodes and instances in order."""
@@ -58,13 +67,29 @@ class FleetScreen(TableScreen[FleetRow]):
         chosen = next((row for row in rows if row.key == self.grid.cursor), rows[0])
         return chosen.figures
 
+    def on_grid_opened(self, message: Grid.Opened) -> None:
+        """Ask for the transfers of the chosen instance, node or fleet."""
+        row = next((row for row in self.rows() if row.key == message.key), None)
+        if row is not None:
+            self.post_message(self.Drilled(drill(row)))
+
     def on_grid_cursor_moved(self) -> None:
         """Show the latency of the row that was chosen."""
         self.show_latency()
 
 
+def drill(row: FleetRow) -> Limit | None:
+    """Return which transfers belong to a row."""
+    if row.node is None:
+        return None
+    if row.instance is None:
+        return Limit(row.node.target, row.node.target)
+    return Limit(row.instance.name, row.node.target, row.instance.engine_id)
+
+
 def _histogram(figures: Figures, which: Literal["ttft", "itl"]) -> Draw:
     latency = figures.latency
-    scope = Scope(which.upper(), figures.label, latency.window_s if latency else None)
+    why_empty = "" if figures.heard else "no agent is connected"
+    scope = Scope(which.upper(), figures.label, latency.window_s if latency else None, why_empty)
     sketch = getattr(latency, which) if latency else None
     return lambda width, height: histogram(sketch, scope, width, height)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import VerticalScroll
 from textual.screen import Screen
 
 from kvtop.console.views.help import help_lines
 from kvtop.console.widgets.lines import Lines
+from kvtop.console.widgets.scroll import Scroll
 
 
 class HelpScreen(Screen[None]):
@@ -17,7 +17,7 @@ class HelpScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Lay out the text in a scroll."""
-        with VerticalScroll(id="help") as box:
+        with Scroll(id="help") as box:
             box.border_title = "kvtop: help"
             box.border_subtitle = "Esc closes"
             yield Lines()

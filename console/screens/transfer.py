@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from textual.containers import VerticalScroll
 from textual.widget import Widget
 
 from kvtop.console.clock import Moment
@@ -12,13 +11,14 @@ from kvtop.console.views.detail import detail
 from kvtop.console.views.table import Cell
 from kvtop.console.views.transfer_rows import TransferRow, find
 from kvtop.console.widgets.lines import Lines
+from kvtop.console.widgets.scroll import Scroll
 
 
 class TransferScreen(LiveScreen):
     """Facts and stage waterfall of the transfer that it was opened on; Esc goes back."""
 
     NAME = "Transfers"
-    AUTO_FOCUS = "VerticalScroll"
+    AUTO_FOCUS = "Scroll"
 
     def __init__(self, row: TransferRow) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TransferScreen(LiveScreen):
 
     def body(self) -> list[Widget]:
         """Return the detail in a scroll."""
-        return [VerticalScroll(Lines(id="detail"), can_focus=True)]
+        return [Scroll(Lines(id="detail"))]
 
     def show(self, fleet: FleetState, now: Moment, *, paused: bool) -> None:
         """Show the transfer as it is now; as it was last, where the agent has forgotten it."""

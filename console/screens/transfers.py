@@ -12,7 +12,7 @@ from kvtop.console.screens.table import TableScreen
 from kvtop.console.screens.transfer import TransferScreen
 from kvtop.console.views.table import Cell, Table
 from kvtop.console.views.transfer_columns import COLUMNS, transfer_table
-from kvtop.console.views.transfer_rows import TransferRow, empty_lines, summary, transfer_rows
+from kvtop.console.views.transfer_rows import Limit, TransferRow, empty_lines, summary, transfer_rows
 from kvtop.console.widgets.grid import Grid
 from kvtop.console.widgets.lines import Lines
 
@@ -25,15 +25,32 @@ class TransfersScreen(TableScreen[TransferRow]):
 
     def body(self) -> list[Widget]:
         """Return the summary line and the table."""
-        return [Lines(id="summary"), Grid(transfer_table(simulated=False), id="transfers")]
+        return [Lines(id="summary"), Grid(transfer_table(FleetState()), id="transfers")]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit: Limit | None = None
+
+    def show_only(self, limit: Limit | None) -> None:
+        """Show the transfers within the limit; Esc shows all again."""
+        self.limit = limit
+        self.grid.clear_cursor()
+        self.show_header(self.fleet, self.now, paused=False)
+        self.show_table()
+
+    def back(self) -> bool:
+        """Take the cursor away, then the limit."""
+        if not super().back() and self.limit is not None:
+            self.show_only(None)
+        return True
 
     def table(self) -> Table[TransferRow]:
         """Return the table for the present values."""
-        return transfer_table(simulated=self.fleet.simulated)
+        return transfer_table(self.fleet)
 
     def rows(self) -> Sequence[TransferRow]:
         """Return the transfers in order."""
-        return transfer_rows(self.fleet, self.sort, COLUMNS, self.now)
+        return transfer_rows(self.fleet, self.sort, COLUMNS, self.now, self.limit)
 
     def empty(self) -> Sequence[tuple[Cell, ...]]:
         """Say why there is no transfer and what to do."""
@@ -42,7 +59,8 @@ class TransfersScreen(TableScreen[TransferRow]):
     def show_header(self, fleet: FleetState, now: Moment, *, paused: bool) -> None:
         """Show the header and what waits."""
         super().show_header(fleet, now, paused=paused)
-        self.query_one("#summary", Lines).show(lambda _width, _height: [summary(fleet, now)])
+        limit = self.limit
+        self.query_one("#summary", Lines).show(lambda _width, _height: [summary(fleet, now, limit)])
 
     def on_grid_opened(self, message: Grid.Opened) -> None:
         """Open the chosen transfer's own screen."""

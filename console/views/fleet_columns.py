@@ -9,9 +9,10 @@ from kvtop.agents import latency
 from kvtop.agents.model import LIVE_STAGES, Instance
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.figures import Figures
+from kvtop.console.fleet.state import FleetState
 from kvtop.console.views import format as fmt
 from kvtop.console.views.fleet_rows import STATE_MARKS, FleetRow, span
-from kvtop.console.views.table import Cell, Column, SortKey, Table, Tone
+from kvtop.console.views.table import Cell, Column, SortKey, Table, Tone, for_fleet
 from kvtop.console.views.transfer_rows import STUCK_S
 
 _ROLES = {"prefill": "P", "decode": "D", "both": "B"}
@@ -234,7 +235,15 @@ COLUMNS: tuple[Column[FleetRow], ...] = (
 )
 
 
-def fleet_table(*, simulated: bool) -> Table[FleetRow]:
-    """Return the table of the Fleet screen; the SIM column is there only where something is simulated."""
-    columns = tuple(column for column in COLUMNS if simulated or column.id != "sim")
-    return Table(columns, key=lambda row: row.key, span=span)
+def fleet_table(fleet: FleetState) -> Table[FleetRow]:
+    """Return the table of the Fleet screen: names have the room that they need, SIM is there where needed."""
+    names = [instance.name for node in fleet.nodes for instance in node.instances]
+    return Table(
+        for_fleet(COLUMNS, "name", [f" {name}" for name in names], simulated=fleet.simulated),
+        key=_row_key,
+        span=span,
+    )
+
+
+def _row_key(row: FleetRow) -> tuple[str, ...]:
+    return row.key

@@ -32,6 +32,8 @@ class FleetRow:
     """Of the fleet, of the node, or of the instance that the line is about."""
     node: NodeState | None = None
     instance: Instance | None = None
+    text: str = ""
+    """What a note says; a note on an instance says its state."""
 
 
 def fleet_rows(
@@ -42,8 +44,10 @@ def fleet_rows(
     for node in fleet.nodes:
         of_node = figures(node.target, [node])
         rows.append(FleetRow("node", ("node", node.target), of_node, node))
-        if node.live and not node.instances:
-            rows.append(FleetRow("note", ("empty", node.target), of_node, node))
+        notes = enumerate(_node_notes(node))
+        rows += [
+            FleetRow("note", ("note", node.target, str(n)), of_node, node, text=text) for n, text in notes
+        ]
         instances = [_instance_row(member) for member in members_of([node])]
         for row in ordered(instances, sort, columns, now):
             rows.append(row)
@@ -58,9 +62,17 @@ def _instance_row(member: Member) -> FleetRow:
     )
 
 
+def _node_notes(node: NodeState) -> list[str]:
+    """Return what is wrong with a node and what to do, a line each."""
+    if node.link.phase == "lost" and (error := node.link.error):
+        return [f"└ {error.what}", f"  {error.remedy}"] if error.remedy else [f"└ {error.what}"]
+    return [no_engine_text(node)] if node.live and not node.instances else []
+
+
 def _needs_note(row: FleetRow) -> bool:
     return row.instance is not None and (
-        row.instance.state in ("down", "stale") or bool(row.instance.state_reason)
+        row.instance.state in ("down", "stale")
+        or (row.instance.state != "stopped" and bool(row.instance.state_reason))
     )
 
 
@@ -71,11 +83,11 @@ def span(row: FleetRow, now: Moment) -> tuple[Cell, ...] | None:
     if row.kind == "node":
         return node_line(row.node, now)
     if row.instance is None:
-        return (Cell(f"    {no_engine_text(row.node)}", "muted"),)
+        return (Cell(f"  {row.text}", "muted" if row.node.live else "warn"),)
     state, since = row.instance.state, row.instance.state_since_ns
     why = f": {row.instance.state_reason}" if row.instance.state_reason else ""
     when = f"{fmt.clock_time(row.node.wall_s(since))} ({fmt.age(row.node.age_s(since, now))} ago)"
-    return (Cell(f"    └ {state} since {when}{why}", STATE_MARKS[state].tone),)
+    return (Cell(f"  └ {state} since {when}{why}", STATE_MARKS[state].tone),)
 
 
 def no_engine_text(node: NodeState) -> str:
@@ -97,9 +109,7 @@ def node_line(node: NodeState, now: Moment) -> tuple[Cell, ...]:
         if node.node.rejected_frames:
             cells.append(Cell(f"  ! {node.node.rejected_frames} bad frames refused", "warn"))
     elif link.phase == "lost":
-        why = link.error.reason if link.error else "the connection ended"
-        verb = "lost" if node.node else "no connection"
-        cells += [Cell(f"✗ {verb} since {since}", "bad"), Cell(f"  {why}", "warn")]
+        cells.append(Cell(f"✗ {'lost' if node.node else 'no connection'} since {since}", "bad"))
     else:
         cells.append(Cell(f"◌ connecting since {since}", "accent"))
     return tuple(cells)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from kvtop.agents.model import Gap, Instance
+from kvtop.agents.model import Gap
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.state import FleetState, NodeState
 from kvtop.console.views import format as fmt
@@ -79,16 +79,37 @@ def notices(fleet: FleetState, now: Moment, limit: int = 3) -> list[tuple[Cell, 
 
 
 def _gaps(fleet: FleetState, now: Moment) -> Iterator[tuple[float, str]]:
+    """Yield when each gap ended, and its text; instances of a node that miss the same time share one."""
     for node in fleet.nodes:
-        for instance in node.instances:
-            for gap in instance.gaps:
-                ago_s = node.age_s(gap.to_ns, now)
-                if ago_s is not None and ago_s <= GAP_SHOWN_S:
-                    yield node.wall_s(gap.to_ns), gap_text(node, instance, gap)
+        shared: list[list[tuple[str, Gap]]] = []
+        for gap, name in sorted(_recent(node, now), key=lambda item: (item[0].reason, item[0].from_ns)):
+            if shared and _same(shared[-1], gap):
+                shared[-1].append((name, gap))
+            else:
+                shared.append([(name, gap)])
+        for group in shared:
+            yield node.wall_s(max(gap.to_ns for _, gap in group)), gap_text(node, group)
 
 
-def gap_text(node: NodeState, instance: Instance, gap: Gap) -> str:
-    """Say for which span an instance's events are missing, why, and how many."""
-    start, end = (fmt.clock_time(node.wall_s(stamp)) for stamp in (gap.from_ns, gap.to_ns))
-    lost = "" if gap.dropped_events is None else f", {gap.dropped_events:,} events lost"
-    return f"{instance.name}: no data {start}–{end} ({gap.reason}){lost}"
+def _recent(node: NodeState, now: Moment) -> Iterator[tuple[Gap, str]]:
+    for instance in node.instances:
+        for gap in instance.gaps:
+            ago_s = node.age_s(gap.to_ns, now)
+            if ago_s is not None and ago_s <= GAP_SHOWN_S:
+                yield gap, instance.name
+
+
+def _same(group: Sequence[tuple[str, Gap]], gap: Gap) -> bool:
+    overlaps = gap.from_ns <= max(other.to_ns for _, other in group)
+    return overlaps and gap.reason == group[0][1].reason
+
+
+def gap_text(node: NodeState, group: Sequence[tuple[str, Gap]]) -> str:
+    """Say for which span the events of these instances are missing, why, and how many."""
+    names = list(dict.fromkeys(name for name, _ in group))
+    who = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    start = fmt.clock_time(node.wall_s(min(gap.from_ns for _, gap in group)))
+    end = fmt.clock_time(node.wall_s(max(gap.to_ns for _, gap in group)))
+    known = [gap.dropped_events for _, gap in group if gap.dropped_events is not None]
+    lost = f", {sum(known):,} events lost" if known else ""
+    return f"{who}: no data {start}–{end} ({group[0][1].reason}){lost}"

@@ -8,7 +8,12 @@ from kvtop.console.actions import ACTIONS, Scope
 from kvtop.console.views import fleet_columns, fleet_rows, transfer_columns, transfer_rows
 from kvtop.console.views.table import Cell, padded
 
-_SCOPES: dict[Scope, str] = {"app": "Everywhere", "table": "Tables", "grid": "Rows", "detail": "Row detail"}
+_SCOPES: dict[Scope, str] = {
+    "app": "Everywhere",
+    "table": "Tables",
+    "grid": "Rows",
+    "detail": "Detail and help",
+}
 _KEY_NAMES = {"question_mark": "?", "escape": "Esc", "enter": "Enter", "pagedown": "PgDn", "pageup": "PgUp"}
 
 

@@ -32,6 +32,8 @@ class Scope:
     label: str
     """The fleet, a node or an instance."""
     window_s: float | None
+    why_empty: str = ""
+    """What to say where there is no sample at all, beside the usual."""
 
 
 def histogram(sketch: Sketch | None, scope: Scope, width: int, height: int) -> list[tuple[Cell, ...]]:
@@ -57,6 +59,8 @@ def histogram(sketch: Sketch | None, scope: Scope, width: int, height: int) -> l
 
 
 def _no_sample(scope: Scope) -> str:
+    if scope.why_empty:
+        return scope.why_empty
     return (
         "no request finished its first token" if scope.title == "TTFT" else "no request made a second token"
     )

@@ -5,7 +5,7 @@ The same columns serve the live grid and the plain tables of `kvtop status` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -70,6 +70,8 @@ class Sort:
     descending: bool
 
 
+WIDEST_NAME = 32
+"""Width that a name may claim before other columns."""
 GAP = 1
 """Cells between two columns."""
 
@@ -100,6 +102,21 @@ def _stretched(columns: Sequence[Column[RowT]], spare: int) -> tuple[Column[RowT
         spare, shares = spare - extra, shares - column.flex
         stretched.append(replace(column, width=column.width + extra) if extra else column)
     return tuple(stretched)
+
+
+def for_fleet(
+    columns: Sequence[Column[RowT]], named: str, names: Iterable[str], *, simulated: bool
+) -> tuple[Column[RowT], ...]:
+    """Return the columns for one fleet: `named` as wide as its longest name, up to `WIDEST_NAME`.
+
+    The column `sim` is left out where nothing is simulated.
+    """
+    longest = max(map(cell_len, names), default=0)
+    return tuple(
+        replace(column, width=max(column.width, min(longest, WIDEST_NAME))) if column.id == named else column
+        for column in columns
+        if simulated or column.id != "sim"
+    )
 
 
 def padded(text: str, width: int, *, right: bool = False) -> str:

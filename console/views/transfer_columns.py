@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from kvtop.agents.model import Transfer
 from kvtop.console.clock import Moment
-from kvtop.console.fleet.state import is_live
+from kvtop.console.fleet.state import FleetState, is_live
 from kvtop.console.views import format as fmt
-from kvtop.console.views.table import Cell, Column, SortKey, Table, Tone
+from kvtop.console.views.table import Cell, Column, SortKey, Table, Tone, for_fleet
 from kvtop.console.views.transfer_rows import (
     LEASE_SHORT_S,
     STAGE_MARKS,
@@ -189,7 +189,7 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
         _key(lambda t: t.error_class),
         right=False,
         descending=False,
-        flex=6,
+        flex=4,
     ),
     Column(
         "request",
@@ -201,7 +201,7 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
         right=False,
         descending=False,
         drop=8,
-        flex=5,
+        flex=2,
     ),
     Column(
         "node",
@@ -218,7 +218,16 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
 )
 
 
-def transfer_table(*, simulated: bool) -> Table[TransferRow]:
-    """Return the table of the Transfers screen; the SIM column is there only where something is simulated."""
-    columns = tuple(column for column in COLUMNS if simulated or column.id != "sim")
-    return Table(columns, key=lambda row: row.key)
+def transfer_table(fleet: FleetState) -> Table[TransferRow]:
+    """Return the table of the Transfers screen: pairs have the room that they need, SIM where needed."""
+    longest = {"P": "", "D": ""}
+    for node in fleet.nodes:
+        for instance in node.instances:
+            side = "D" if instance.role == "decode" else "P"
+            longest[side] = max(longest[side], instance.name, key=len)
+    pair = f"{longest['P']}→{longest['D']}"
+    return Table(for_fleet(COLUMNS, "pair", [pair], simulated=fleet.simulated), key=_row_key)
+
+
+def _row_key(row: TransferRow) -> tuple[str, int, int]:
+    return row.key

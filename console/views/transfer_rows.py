@@ -49,10 +49,28 @@ class TransferRow(NamedTuple):
         return self.node.target, started_ns, self.transfer.id
 
 
+class Limit(NamedTuple):
+    """Which transfers to show: those of one node, or of one instance."""
+
+    label: str
+    target: str
+    engine_id: str | None = None
+
+    def takes(self, node: NodeState, transfer: Transfer) -> bool:
+        """Whether a transfer is within the limit. An instance's transfers may be another node's to report."""
+        if self.engine_id is None:
+            return node.target == self.target
+        return any(side and side.engine_id == self.engine_id for side in (transfer.prefill, transfer.decode))
+
+
 def transfer_rows(
-    fleet: FleetState, sort: Sort | None, columns: Sequence[Column[TransferRow]], now: Moment
+    fleet: FleetState,
+    sort: Sort | None,
+    columns: Sequence[Column[TransferRow]],
+    now: Moment,
+    limit: Limit | None = None,
 ) -> list[TransferRow]:
-    """Return all transfers, live ones first, each part in the order of `sort`.
+    """Return all transfers within the limit, live ones first, each part in the order of `sort`.
 
     Without a sort: live ones oldest first, finished ones newest first.
     """
@@ -60,6 +78,8 @@ def transfer_rows(
     ended: list[TransferRow] = []
     for node in fleet.nodes:
         for transfer in node.transfers.values():
+            if limit is not None and not limit.takes(node, transfer):
+                continue
             (live if is_live(transfer) else ended).append(TransferRow(node, transfer))
     if sort is None:
         live.sort(key=lambda row: -(row.node.age_s(row.transfer.first_seen_ns, now) or 0.0))
@@ -68,7 +88,7 @@ def transfer_rows(
     return ordered(live, sort, columns, now) + ordered(ended, sort, columns, now)
 
 
-def summary(fleet: FleetState, now: Moment) -> tuple[Cell, ...]:
+def summary(fleet: FleetState, now: Moment, limit: Limit | None = None) -> tuple[Cell, ...]:
     """Return the line above the table: the two queues that wait for each other, and live ones by stage."""
     depths: Counter[Stage] = Counter()
     blocks_wait: list[float] = []
@@ -76,12 +96,15 @@ def summary(fleet: FleetState, now: Moment) -> tuple[Cell, ...]:
     ended = 0
     for node in fleet.nodes:
         for transfer in node.transfers.values():
+            if limit is not None and not limit.takes(node, transfer):
+                continue
             depths[transfer.stage] += 1
             ended += not is_live(transfer)
             if transfer.direction != "pull" and transfer.stage in ("queued", "registered"):
                 age_s = node.age_s(transfer.stage_since_ns, now) or 0.0
                 (blocks_wait if transfer.stage == "queued" else registrations_wait).append(age_s)
-    cells = [Cell(f"live {sum(depths[stage] for stage in LIVE_STAGES)}", "strong")]
+    cells = [Cell(f"only {limit.label} (Esc: all) · ", "warn")] if limit else []
+    cells.append(Cell(f"live {sum(depths[stage] for stage in LIVE_STAGES)}", "strong"))
     for waiting, text in (
         (blocks_wait, "blocks awaiting registration"),
         (registrations_wait, "registered, awaiting blocks"),

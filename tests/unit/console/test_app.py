@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.strip import Strip
 
-from kvtop.agents.model import Gap
+from kvtop.agents.model import Endpoint, Gap
 from kvtop.console.actions import ACTIONS
 from kvtop.console.app import KvtopApp
 from kvtop.console.fleet.state import FleetState
@@ -253,6 +253,21 @@ async def test_enter_opens_a_transfer_which_is_followed_to_its_end_and_esc_goes_
         assert "✓ done" in seen.text
         await seen.pilot.press("escape")
         assert seen.app.screen.query(Grid)
+
+
+async def test_enter_on_an_instance_shows_its_transfers_and_esc_shows_all() -> None:
+    other = Endpoint("decode-1-engine", "decode-1", "cmpl-2-d")
+    rows = [transfer(1), transfer(2, decode=other)]
+    pair = [instance(), instance("decode-0"), instance("decode-1")]
+    async with console(FleetState([node("p01", pair, rows)])) as seen:
+        await seen.pilot.press("G", "enter")
+        await seen.pilot.pause()
+        assert "only decode-1 (Esc: all) · live 1" in seen.text
+        assert "prefill-0→decode-1" in seen.text
+        assert "prefill-0→decode-0" not in seen.text
+        await seen.pilot.press("escape")
+        await seen.pilot.pause()
+        assert "prefill-0→decode-0" in seen.text
 
 
 async def test_help_opens_and_closes_and_data_goes_on_behind_it() -> None:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from kvtop.agents.events import Batch, EngineEvent, EngineHello, EngineStopping
-from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.runtime import ENV_RUNTIME_DIR, RuntimePaths
 from kvtop.agents.wire import (
     HEADER,
     MAX_INBOUND_FRAME_BYTES,
@@ -45,7 +45,7 @@ IDLE_EXIT_S: Final = 600
 """How long an agent that an engine started stays without engines and consoles."""
 HEARTBEAT_S: Final = 1.0
 """Longest silence of a live connection: an empty batch says that the process still runs."""
-LAUNCH_PAUSE_S: Final = (1.0, 60.0)
+LAUNCH_PAUSE_S: Final = (2.0, 60.0)
 """First and longest pause before another agent is launched after one that did not stay."""
 _ANSWER = msgspec.msgpack.Decoder(Welcome | Refusal)
 
@@ -83,7 +83,6 @@ class Reporter:
         self._lost_ns: int | None = None
         self._socket: socket.socket | None = None
         self._refused = False
-        self._launched: subprocess.Popen[bytes] | None = None
         self._next_launch_s = 0.0
         self._launch_pause_s = LAUNCH_PAUSE_S[0]
         self._last_send_s = 0.0
@@ -217,26 +216,28 @@ class Reporter:
         self._told_dropped = dropped
 
     def _launch_agent(self) -> None:
-        """Start an agent that outlives this process. Several engines may do so at once: one agent stays."""
-        still_starting = self._launched is not None and self._launched.poll() is None
+        """Start an agent that outlives this process. Several engines may do so at once: one agent stays.
+
+        The shell lets go of it at once, so that it is nobody's child here; it inherits no file of the engine.
+        """
         now_s = time.monotonic()
-        if not self._start_agent or still_starting or now_s < self._next_launch_s:
+        if not self._start_agent or now_s < self._next_launch_s:
             return
         self._next_launch_s = now_s + self._launch_pause_s
         self._launch_pause_s = min(LAUNCH_PAUSE_S[1], self._launch_pause_s * 2)
         self._paths.prepare()
-        command = [sys.executable, "-m", "kvtop.agents.cli", "run", "--exit-when-idle", str(IDLE_EXIT_S)]
-        environment = {**os.environ, "KVTOP_RUNTIME_DIR": os.fspath(self._paths.folder)}
+        agent = [sys.executable, "-m", "kvtop.agents.cli", "run", "--exit-when-idle", str(IDLE_EXIT_S)]
         with self._paths.log.open("ab") as log:
-            self._launched = subprocess.Popen(
-                command,
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "kvtop", *agent],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env={**os.environ, ENV_RUNTIME_DIR: os.fspath(self._paths.folder)},
                 cwd="/",
                 start_new_session=True,
                 close_fds=True,
+                check=True,
             )
 
 

@@ -48,7 +48,7 @@ def agent_pid(paths: RuntimePaths) -> int | None:
     """Return the pid of the agent that serves a folder, None where none does."""
     try:
         pid = int(paths.lock.read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     return pid if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" else None
 

@@ -36,7 +36,13 @@ def of_request(request_id: str, step: Any, **facts: Any) -> TransferEvent:
 
 D_KNOWS_P = {"peer_engine_id": P, "peer_request_id": P_ID}
 P_KNOWS_D = {"peer_engine_id": D, "peer_request_id": D_ID}
-FIGURES: dict[str, Any] = {"bytes": 4096, "descriptors": 3, "post_us": 10.0, "wire_us": 50.0, "ranks_expected": 1}
+FIGURES: dict[str, Any] = {
+    "bytes": 4096,
+    "descriptors": 3,
+    "post_us": 10.0,
+    "wire_us": 50.0,
+    "ranks_expected": 1,
+}
 
 PUSH_P = [
     of_p(20, "queued", direction="push", blocks=7, lease_deadline_ns=900),

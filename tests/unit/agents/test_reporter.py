@@ -1,0 +1,223 @@
+"""The engine's side: whatever the agent does, `put` returns at once and what was queued arrives in order."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtop.agents.events import (
+    ENGINE_BATCH,
+    ENGINE_HELLO,
+    EngineEvent,
+    EngineHello,
+    EngineStats,
+    EngineStopping,
+)
+from kvtop.agents.reporter import Reporter
+from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.wire import HEADER, WIRE_VERSION, Refusal, Welcome, encode_frame
+from tests.support.agent import hello, runtime_folder
+from tests.support.waiting import wait_until
+
+
+class Listener:
+    """An agent's ingest socket, of which the test decides what it answers and when it goes."""
+
+    def __init__(self, paths: RuntimePaths, *, refusing: bool = False) -> None:
+        paths.prepare()
+        paths.ingest.unlink(missing_ok=True)
+        self.hellos: list[EngineHello] = []
+        self.events: list[EngineEvent] = []
+        self.dropped: list[int] = []
+        self._refusing = refusing
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(paths.ingest))
+        self._socket.listen()
+        self._connections: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Go without a word, as a killed agent does."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            with contextlib.suppress(OSError, EOFError):
+                self._converse(connection)
+
+    def _converse(self, connection: socket.socket) -> None:
+        self.hellos.append(ENGINE_HELLO.decode(self._frame(connection)))
+        if self._refusing:
+            connection.sendall(encode_frame(Refusal(WIRE_VERSION, "a test", "not you")))
+            return
+        connection.sendall(encode_frame(Welcome(WIRE_VERSION, "a test", "node", 1, 1, "engine")))
+        while True:
+            batch = ENGINE_BATCH.decode(self._frame(connection))
+            self.events += batch.events
+            self.dropped.append(batch.dropped_events)
+
+    def _frame(self, connection: socket.socket) -> bytes:
+        (length,) = HEADER.unpack(self._exactly(connection, HEADER.size))
+        return self._exactly(connection, length)
+
+    def _exactly(self, connection: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = connection.recv(size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+
+@pytest.fixture
+def paths() -> Iterator[RuntimePaths]:
+    with runtime_folder() as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def listening(paths: RuntimePaths, *, refusing: bool = False) -> Iterator[Listener]:
+    listener = Listener(paths, refusing=refusing)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+def numbered(count: int, first: int = 0) -> list[EngineStats]:
+    return [EngineStats(at_ns=n, running=n, waiting=0, kv_usage=0.0) for n in range(first, first + count)]
+
+
+def test_events_arrive_all_and_in_order(paths: RuntimePaths) -> None:
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False)
+        sent = numbered(2000)
+        for event in sent:
+            reporter.put(event)
+        reporter.start()
+        wait_until(lambda: len(listener.events) == 2000, "all events")
+        reporter.close(5)
+
+        assert listener.events[:2000] == sent
+        assert isinstance(listener.events[-1], EngineStopping)
+        assert [each.name for each in listener.hellos] == ["prefill-0"]
+
+
+def test_what_is_queued_while_no_agent_listens_arrives_when_one_does(paths: RuntimePaths) -> None:
+    reporter = Reporter(hello(), paths, start_agent=False)
+    reporter.start()
+    for event in numbered(50):
+        reporter.put(event)
+    assert not reporter.connected
+
+    with listening(paths) as listener:
+        wait_until(lambda: len(listener.events) == 50, "the queued events")
+        reporter.close(5)
+
+    assert listener.hellos[0].previous_agent_lost_ns is None
+
+
+def test_after_a_loss_the_new_agent_is_told_since_when_it_lacks_events(paths: RuntimePaths) -> None:
+    reporter = Reporter(hello(), paths, start_agent=False)
+    with listening(paths):
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the first connection")
+        before_ns = time.monotonic_ns()
+    wait_until(lambda: not reporter.connected, "the loss to be noticed")
+
+    with listening(paths) as listener:
+        wait_until(lambda: listener.hellos, "the second connection")
+        reporter.close(5)
+
+    lost_ns = listener.hellos[0].previous_agent_lost_ns
+    assert lost_ns is not None
+    assert before_ns <= lost_ns <= listener.hellos[0].clock.monotonic_ns
+
+
+def test_a_full_ring_drops_the_newest_events_and_tells_how_many(paths: RuntimePaths) -> None:
+    reporter = Reporter(hello(), paths, capacity=10, start_agent=False)
+    for event in numbered(25):
+        reporter.put(event)
+    assert reporter.dropped_events == 15
+
+    with listening(paths) as listener:
+        reporter.start()
+        wait_until(lambda: len(listener.events) == 10, "what the ring held")
+        for event in numbered(1, first=99):
+            reporter.put(event)
+        wait_until(lambda: len(listener.events) == 11, "what came later")
+        reporter.close(5)
+
+    assert listener.events[:11] == [*numbered(10), *numbered(1, first=99)]
+    assert listener.hellos[0].dropped_events == 15
+
+
+def test_a_quiet_process_says_that_it_lives(paths: RuntimePaths) -> None:
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False)
+        reporter.start()
+        wait_until(lambda: len(listener.dropped) >= 2, "two signs of life")
+        reporter.close(5)
+
+
+def test_an_agent_that_refuses_is_not_asked_again(
+    paths: RuntimePaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening(paths, refusing=True) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False)
+        reporter.start()
+        wait_until(lambda: "not you" in caplog.text, "the warning")
+        reporter.put(numbered(1)[0])
+        reporter.close(5)
+
+    assert len(listener.hellos) == 1
+    assert listener.events == []
+
+
+def test_an_agent_that_cannot_be_started_is_tried_again_later_and_later(
+    paths: RuntimePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    reporter = Reporter(hello(), paths, start_agent=True)
+    reporter.start()
+    wait_until(lambda: reporter._launch_pause_s >= 8, "two attempts", timeout_s=15)
+    reporter.put(numbered(1)[0])
+    reporter.close(5)
+
+    assert not reporter.connected
+
+
+@pytest.mark.parametrize("make_unusable", ["a file", "open to others"])
+def test_a_runtime_folder_that_cannot_be_used_does_not_reach_the_engine(
+    paths: RuntimePaths, make_unusable: str
+) -> None:
+    if make_unusable == "a file":
+        paths.folder.write_text("")
+    else:
+        paths.folder.mkdir(mode=0o777)
+    reporter = Reporter(hello(), paths)
+    reporter.start()
+    for event in numbered(10):
+        reporter.put(event)
+    reporter.close(5)
+
+    assert not reporter.connected

@@ -1,0 +1,184 @@
+"""The agent's own SSH server: kvtop's protocol for those whose key is known, and nothing else for anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from kvtop.agents.client import AgentConnection
+from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.server import Agent, listen
+from kvtop.agents.ssh_server import serve_ssh
+from tests.support.agent import runtime_folder
+
+
+class Door:
+    """A serving agent's SSH server, and keys that are and are not known to it."""
+
+    def __init__(self, paths: RuntimePaths, keys: Path) -> None:
+        self.paths = paths
+        self.port = 0
+        self.known, self.unknown = keys / "known", keys / "unknown"
+        for path in (self.known, self.unknown):
+            key = asyncssh.generate_private_key("ssh-ed25519")
+            key.write_private_key(path)
+            key.write_public_key(path.with_suffix(".pub"))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Door]:
+        self.paths.prepare()
+        agent = Agent()
+        async with AsyncExitStack() as ending:
+            for server in await listen(agent, self.paths):
+                ending.callback(server.close)
+            acceptor = await serve_ssh(
+                self.paths,
+                host="127.0.0.1",
+                port=0,
+                authorized_keys=self.known.with_suffix(".pub"),
+                host_key=self.paths.folder / "host_key",
+            )
+            ending.push_async_callback(acceptor.wait_closed)
+            ending.callback(acceptor.close)
+            self.port = acceptor.get_port()
+            yield self
+            async with asyncio.timeout(10):
+                while agent.connections:  # noqa: ASYNC110 - a count, not an event
+                    await asyncio.sleep(0.01)
+
+    def enter(self, key: Path | None = None, **options: Any) -> Any:
+        given = {"client_keys": [key or self.known], "agent_path": None, "config": None, **options}
+        host_key = asyncssh.read_private_key(self.paths.folder / "host_key")
+        hosts: Any = ([host_key.convert_to_public()], [], [])
+        return asyncssh.connect("127.0.0.1", self.port, username="any", known_hosts=hosts, **given)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with runtime_folder() as paths:
+        yield Door(paths, tmp_path)
+
+
+@pytest.mark.parametrize("socket", ["operate.sock", "view.sock", "the whole path"])
+async def test_a_known_key_reaches_the_agents_sockets(door: Door, socket: str) -> None:
+    async with door.open(), door.enter() as ssh:
+        path = str(door.paths.view) if socket == "the whole path" else socket
+        reader, writer = await ssh.open_unix_connection(path, encoding=None)
+        async with AgentConnection(reader, writer) as agent:
+            assert (await agent.snapshot()).instances == []
+
+
+async def test_a_client_without_forwarding_reaches_the_agent_through_stdio(door: Door) -> None:
+    async with door.open(), door.enter() as ssh:
+        process = await ssh.create_process("kvtop-agent stdio", encoding=None)
+        async with AgentConnection(process.stdout, process.stdin) as agent:
+            assert agent.welcome is not None
+            assert agent.welcome.role == "operate"
+
+
+@pytest.mark.parametrize("report", ["status", "transfers"])
+async def test_a_script_gets_its_report(door: Door, report: str) -> None:
+    async with door.open(), door.enter() as ssh:
+        machine = await ssh.run(f"kvtop-agent {report} --json")
+        people = await ssh.run(f"kvtop-agent {report}")
+
+    assert json.loads(machine.stdout)["schema_version"] == 1
+    assert people.exit_status == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key": "unknown"},
+        {"client_keys": [], "password": "secret"},
+        {"client_keys": []},
+    ],
+)
+async def test_who_has_no_known_key_stays_outside(door: Door, options: dict[str, Any]) -> None:
+    key = door.unknown if options.pop("key", None) else None
+    async with door.open():
+        with pytest.raises(asyncssh.PermissionDenied):
+            async with door.enter(key, **options):
+                pass
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["id", "kvtop-agent", "kvtop-agent run", "kvtop-agent stdio; id", "sh -c 'kvtop-agent status'", None],
+)
+async def test_there_is_no_shell_and_no_other_command(door: Door, command: str | None) -> None:
+    async with door.open(), door.enter() as ssh:
+        result = await ssh.run(command, stdin=asyncssh.DEVNULL)
+
+    assert result.exit_status == 126
+    assert "this is no shell" in result.stderr
+
+
+async def test_there_is_no_terminal(door: Door) -> None:
+    async with door.open(), door.enter() as ssh:
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.create_process("kvtop-agent status", term_type="xterm")
+
+
+@pytest.mark.parametrize("path", ["ingest.sock", "../view.sock", "/var/run/docker.sock", ""])
+async def test_no_other_socket_is_reached(door: Door, path: str) -> None:
+    async with door.open(), door.enter() as ssh:
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.open_unix_connection(path)
+
+
+async def test_nothing_is_forwarded_either_way_and_no_files_are_moved(door: Door) -> None:
+    async with door.open(), door.enter() as ssh:
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.open_connection("127.0.0.1", door.port)
+        with pytest.raises(asyncssh.ChannelListenError):
+            await ssh.forward_remote_port("127.0.0.1", 0, "127.0.0.1", door.port)
+        with pytest.raises(asyncssh.ChannelListenError):
+            await ssh.forward_remote_path(str(door.paths.folder / "more.sock"), str(door.paths.view))
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.start_sftp_client()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        ("# no key\n\n", "hold no key"),
+        ("ssh-ed25519 nonsense\n", "no key|understood"),
+    ],
+)
+async def test_unusable_authorized_keys_are_named_before_anything_listens(
+    door: Door, content: str | None, said: str
+) -> None:
+    keys = door.known.with_suffix(".pub")
+    keys.unlink()
+    if content is not None:
+        await asyncio.to_thread(keys.write_text, content)
+
+    with pytest.raises(ValueError, match=f"{keys}.*({said}).*put the public keys"):
+        async with door.open():
+            pass
+
+
+async def test_the_host_key_is_made_once_and_private(door: Door) -> None:
+    key = door.paths.folder / "host_key"
+    async with door.open():
+        first = await asyncio.to_thread(key.read_bytes)
+        assert key.stat().st_mode & 0o777 == 0o600
+    async with door.open():
+        assert await asyncio.to_thread(key.read_bytes) == first
+
+
+async def test_a_host_key_that_is_none_is_named(door: Door) -> None:
+    door.paths.prepare()
+    await asyncio.to_thread((door.paths.folder / "host_key").write_text, "nonsense")
+    with pytest.raises(ValueError, match="host_key is no SSH private key"):
+        async with door.open():
+            pass

@@ -7,9 +7,11 @@ Exit codes: 0 done, 1 operation failed, 2 usage, 3 cannot connect, 4 timed out, 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Final
 
 import click
 
@@ -18,6 +20,8 @@ from kvtop.console.fleet.errors import KvtopError, one_line
 
 BUG_EXIT_CODE = 70
 INTERRUPTED_EXIT_CODE = 130
+ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What tells a console to leave: Ctrl+C, a polite kill, a closed terminal."""
 _DEBUG = "--debug"
 
 

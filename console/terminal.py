@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from kvtop.console.app import KvtopApp
-from kvtop.console.cli import notice
+from kvtop.console.cli import ENDING_SIGNALS, INTERRUPTED_EXIT_CODE, notice
 from kvtop.console.fleet.dial import DialOptions, dialler
-from kvtop.console.fleet.errors import InputError
 from kvtop.console.fleet.fleet import Fleet
 from kvtop.console.fleet.targets import Target
 from kvtop.console.theming import DEFAULT_THEME
@@ -27,24 +27,29 @@ def make_app(
         InputError: there is no theme of that name.
     """
     feed = Fleet(targets, dialler(options), interval_s=interval_s)
-    app = KvtopApp(feed, theme=theme or DEFAULT_THEME, start_mode=screen)
-    if theme and theme not in app.theme_names:
-        raise InputError(f"there is no theme {theme!r}; there are {', '.join(app.theme_names)}")
-    return app
+    return KvtopApp(feed, theme=theme or DEFAULT_THEME, start_mode=screen)
 
 
 def run_terminal(
     targets: Sequence[Target], options: DialOptions, *, theme: str | None = None, interval_s: float = 1.0
 ) -> int:
-    """Run the terminal UI until the operator leaves; return the exit code.
+    """Run the terminal UI until the operator leaves or the terminal goes; return the exit code.
 
     Raises:
         Exception: whatever bug ended the app.
     """
     app = make_app(targets, options, theme=theme, interval_s=interval_s)
-    app.run()
+    asyncio.run(_run(app))
     if app.failure is not None:
         raise app.failure
     for error in app.connect_errors:
         notice(str(error))
     return app.return_code or 0
+
+
+async def _run(app: KvtopApp) -> None:
+    """Run the app so that a signal to end leaves the terminal as it was found."""
+    loop = asyncio.get_running_loop()
+    for number in ENDING_SIGNALS:
+        loop.add_signal_handler(number, app.exit, None, INTERRUPTED_EXIT_CODE)
+    await app.run_async()

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from kvtop.console.cli import ENDING_SIGNALS
 from kvtop.console.demo import preflight
 from kvtop.console.demo.ports import LAST_BASE, Ports, free_ports
 from kvtop.console.demo.processes import DemoError, Processes
@@ -19,7 +20,6 @@ from kvtop.console.demo.show import Show, Wanted
 from kvtop.console.demo.steps import Steps
 
 DEFAULT_REQUESTS = 20
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command()

@@ -117,7 +117,10 @@ class Show:
         """
         requests = self._wanted.requests
         ledger = Ledger(self._access.target, self._options)
-        with self._steps.step("requests", f"Send {requests} requests"):
+        text = (
+            f"Watch {requests} simulated transfers" if self._wanted.simulated else f"Send {requests} requests"
+        )
+        with self._steps.step("requests", text):
             load = None if self._wanted.simulated else self._start_load(requests)
             timeout_s = 3 * requests / self._wanted.rate_per_s + LOAD_MARGIN_S
             asyncio.run(ledger.follow(ended_with(ledger, load, requests, self._check), timeout_s))

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kvtop.agents.events import ErrorClass, Side, TransferEvent
+from kvtop.agents.events import Side, TransferEvent
 from kvtop.agents.model import Transfer
 from kvtop.agents.row import Row
 
@@ -41,7 +41,7 @@ class Tally:
     def __init__(self) -> None:
         self.depths: Counter[str] = Counter()
         self.done = 0
-        self.failed: Counter[ErrorClass] = Counter()
+        self.failed: Counter[str] = Counter()
         self.live: dict[int, None] = {}
 
 
@@ -67,6 +67,8 @@ class Ledger:
         self.finished_kept = finished_kept
         self.version = 0
         self.tallies: dict[str, Tally] = {}
+        self.total = Tally()
+        """Each transfer once, whichever engines take part."""
         self._name_of, self._attached, self._completed = name_of, attached, completed
         self._rows: OrderedDict[int, Row] = OrderedDict()  # in order of change
         self._finished: OrderedDict[int, None] = OrderedDict()
@@ -233,8 +235,7 @@ class Ledger:
         if row.tallied is None:
             return
         stage, error_class, engines = row.tallied
-        for engine_id in engines:
-            tally = self.tallies.setdefault(engine_id, Tally())
+        for tally in (self.total, *(self.tallies.setdefault(each, Tally()) for each in engines)):
             if row.live_stage(stage):
                 tally.depths[stage] += sign
                 if sign > 0:

@@ -147,6 +147,9 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Malformed or oversized frames that closed a connection."""
     finished_kept: int = 0
     """Capacity of the ring of finished transfers."""
+    transfers_done: int = 0
+    transfers_failed: dict[str, int] = {}
+    """Transfers that ended since the agent started, each counted once; failures by `ErrorClass`."""
 
 
 class ClientHello(msgspec.Struct, tag="client-hello", frozen=True):

@@ -78,6 +78,8 @@ class Agent:
             clock=Clock(time.monotonic_ns(), time.time_ns()),
             rejected_frames=self.rejected_frames,
             finished_kept=self.ledger.finished_kept,
+            transfers_done=self.ledger.total.done,
+            transfers_failed={**self.ledger.total.failed},
         )
 
     def snapshot(self, finished: int) -> Snapshot:

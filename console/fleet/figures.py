@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtop.agents import latency
-from kvtop.agents.model import Instance, Latency
+from kvtop.agents.model import LIVE_STAGES, Instance, Latency
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.state import FleetState, NodeState
 
@@ -63,21 +63,48 @@ def fleet_figures(fleet: FleetState) -> Figures:
 
 
 def figures(label: str, nodes: Sequence[NodeState]) -> Figures:
-    """Return the figures of all instances of `nodes`, under a label for people."""
+    """Return the figures of all instances of `nodes`, under a label for people.
+
+    A transfer that two of the instances take part in counts once.
+    """
     live = [node for node in nodes if node.live]
-    return _figures(label, members_of(live), heard=len(live), unheard=len(nodes) - len(live))
+    transfers = (transfer for node in live for transfer in node.transfers.values())
+    depths: Counter[str] = Counter(transfer.stage for transfer in transfers if transfer.stage in LIVE_STAGES)
+    failed = [sum(node.node.transfers_failed.values()) for node in live if node.node is not None]
+    return _figures(
+        label,
+        members_of(live),
+        heard=len(live),
+        unheard=len(nodes) - len(live),
+        stage_depths=dict(depths),
+        failed=sum(failed) if failed else None,
+    )
 
 
 def instance_figures(member: Member) -> Figures:
     """Return the figures of one instance, also of one whose node is lost: they are its last known ones."""
-    return _figures(member.instance.name, [member], heard=1, unheard=0)
+    return _figures(
+        member.instance.name,
+        [member],
+        heard=1,
+        unheard=0,
+        stage_depths=member.instance.stage_depths,
+        failed=sum(member.instance.transfers_failed.values()),
+    )
 
 
-def _figures(label: str, members: Sequence[Member], *, heard: int, unheard: int) -> Figures:
+def _figures(
+    label: str,
+    members: Sequence[Member],
+    *,
+    heard: int,
+    unheard: int,
+    stage_depths: dict[str, int],
+    failed: int | None,
+) -> Figures:
     instances = [member.instance for member in members]
-    depths: Counter[str] = Counter()
-    for instance in instances:
-        depths.update(instance.stage_depths)
+    # A request's first token reaches its client from the decode side.
+    serving = [instance for instance in instances if instance.role != "prefill"] or instances
     return Figures(
         label=label,
         members=members,
@@ -85,11 +112,11 @@ def _figures(label: str, members: Sequence[Member], *, heard: int, unheard: int)
         unheard=unheard,
         running=_sum(instance.running for instance in instances),
         waiting=_sum(instance.waiting for instance in instances),
-        stage_depths=dict(depths),
+        stage_depths=stage_depths,
         sent_bytes_per_s=_sum_float(instance.sent_bytes_per_s for instance in instances),
         received_bytes_per_s=_sum_float(instance.received_bytes_per_s for instance in instances),
-        failed=sum(sum(i.transfers_failed.values()) for i in instances) if instances else None,
-        latency=_merged([i.latency for i in instances if i.latency is not None]),
+        failed=failed,
+        latency=_merged([i.latency for i in serving if i.latency is not None]),
     )
 
 

@@ -135,6 +135,10 @@ def test_the_counts_of_both_engines_follow_the_row_at_every_step(events: list[An
         assert (tally.done if tally else 0) == sum(r.stage == "done" for r in mine)
         assert sum(tally.depths.values() if tally else ()) == sum(r.stage != "done" for r in mine)
         assert set(tally.live if tally else ()) == {r.id for r in mine if r.stage != "done"}
+    assert (ledger.total.done, len(ledger.total.live)) == (
+        sum(row.stage == "done" for row in rows),
+        sum(row.stage != "done" for row in rows),
+    )
 
 
 def test_a_router_that_dispatches_both_sides_at_once_gives_one_row_too() -> None:

@@ -75,7 +75,7 @@ async def serve(
             )
             ending.callback(acceptor.close)
             logger.info("serving SSH on %s:%d", ssh.host, acceptor.get_port())
-        timekeeper = asyncio.create_task(agent.keep_time(exit_when_idle_s))
+        timekeeper = asyncio.create_task(agent.keep_time(exit_when_idle_s, paths.lock.exists))
         timekeeper.add_done_callback(lambda _task: stop.set())
         ending.callback(timekeeper.cancel)
         logger.info("serving %s", paths.folder)

@@ -202,8 +202,11 @@ class Agent:
             known = {each.engine_id: each for each in instances}
             await write_frame(writer, delta)
 
-    async def keep_time(self, exit_when_idle_s: float | None) -> None:
-        """Judge instances as time passes; return when nobody has been here for `exit_when_idle_s`."""
+    async def keep_time(self, exit_when_idle_s: float | None, reachable: Callable[[], bool]) -> None:
+        """Judge instances as time passes; return when there is no more reason to serve.
+
+        That is when nobody has been here for `exit_when_idle_s`, or when nobody can come any more.
+        """
         while True:
             await asyncio.sleep(REFRESH_S)
             now_ns = time.monotonic_ns()
@@ -212,6 +215,9 @@ class Agent:
             idle_s = (now_ns - self.idle_since_ns) / 1e9
             if exit_when_idle_s is not None and self.connections == 0 and idle_s >= exit_when_idle_s:
                 logger.info("no engine and no console for %.0f s: ending", exit_when_idle_s)
+                return
+            if not reachable():
+                logger.info("the runtime folder is gone: ending")
                 return
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -159,6 +160,13 @@ def test_an_agent_that_crashed_leaves_nothing_that_keeps_the_next_from_serving(p
 
 def test_an_agent_without_engines_and_consoles_ends_by_itself(paths: RuntimePaths) -> None:
     with running_agent(paths, "--exit-when-idle", "1") as process:
+        assert process.wait(15) == 0
+
+
+def test_an_agent_whose_folder_is_removed_ends_by_itself(paths: RuntimePaths) -> None:
+    """Else each test, demo or pod that cleans up behind itself would leave an agent that nobody can reach."""
+    with running_agent(paths) as process:
+        shutil.rmtree(paths.folder)
         assert process.wait(15) == 0
 
 

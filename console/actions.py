@@ -6,18 +6,18 @@ keymap can move it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from textual.binding import BindingType
 
 Scope = Literal["app", "grid", "table", "detail"]
-"""Where the keys work: everywhere, on a live table, on a screen that can be sorted, on a text that scrolls."""
+"""Where the keys work: everywhere, on a live table, on a sortable screen, on a text that scrolls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """Something that the operator can do."""
 
     id: str

@@ -6,20 +6,19 @@ screen on top shows both; other screens catch up when they come on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from textual.app import App
 from textual.message import Message
 
+from kvtop.console import theming
 from kvtop.console.actions import bindings
 from kvtop.console.clock import Clock, Moment, SystemClock
-from kvtop.console.fleet.errors import ConnectError
+from kvtop.console.fleet.errors import ConnectError, InputError
 from kvtop.console.fleet.feed import Feed
 from kvtop.console.fleet.state import FleetState
 from kvtop.console.screens.fleet import FleetScreen
 from kvtop.console.screens.live import LiveScreen
 from kvtop.console.screens.transfers import TransfersScreen
-from kvtop.console.theming import DEFAULT_THEME, load_themes, variable_defaults
+from kvtop.console.theming import DEFAULT_THEME
 
 
 class KvtopApp(App[int]):
@@ -30,11 +29,12 @@ class KvtopApp(App[int]):
     MODES = {"fleet": FleetScreen, "transfers": TransfersScreen}  # noqa: RUF012 - textual's class variable
     DEFAULT_MODE = "fleet"
 
-    @dataclass
     class FleetChanged(Message):
         """The feed has a new state; a newer one that waits behind it replaces it."""
 
-        fleet: FleetState
+        def __init__(self, fleet: FleetState) -> None:
+            super().__init__()
+            self.fleet = fleet
 
         def can_replace(self, message: Message) -> bool:
             """Let only the newest state be handled."""
@@ -48,8 +48,9 @@ class KvtopApp(App[int]):
         theme: str = DEFAULT_THEME,
         start_mode: str = "fleet",
     ) -> None:
-        self._kv_themes = load_themes()
         super().__init__()
+        self._theme_names: list[str] = []
+        self._begin_with(theme)
         self.feed = feed
         self.clock = clock or SystemClock()
         self.fleet = self._newest = FleetState()
@@ -59,21 +60,41 @@ class KvtopApp(App[int]):
         self.connect_errors: list[ConnectError] = []
         """Why the app gave up, where no target could be reached."""
         self._start_mode = start_mode
-        self._wanted_theme = theme
         self.animation_level = "none"
+
+    def _begin_with(self, theme: str) -> None:
+        """Set the theme before the stylesheet is read, so that it is read once.
+
+        kvtop's other themes are registered behind the first frame, unless one of them is wanted.
+        """
+        if theme == DEFAULT_THEME:
+            self.register_theme(theming.default_theme())
+        else:
+            self._register_themes()
+        if theme not in self.available_themes:
+            names = ", ".join(sorted(self.available_themes))
+            raise InputError(f"there is no theme {theme!r}; there are {names}")
+        self.set_reactive(KvtopApp.theme, theme)
+        self.stylesheet.set_variables(self.get_css_variables())
+
+    def _register_themes(self) -> None:
+        themes = theming.load_themes()
+        self._theme_names = [theme.name for theme in themes]
+        for theme in themes:
+            if theme.name not in self.available_themes:
+                self.register_theme(theme)
 
     # Life
 
     def on_mount(self) -> None:
         """Show the first frame; connecting starts behind it."""
-        for theme in self._kv_themes:
-            self.register_theme(theme)
-        self.theme = self._wanted_theme
         if self._start_mode != self.current_mode:
             self.switch_mode(self._start_mode)
         self.call_after_refresh(self._start)
 
     def _start(self) -> None:
+        if not self._theme_names:
+            self._register_themes()
         self.run_worker(self._follow(), group="feed", exit_on_error=True)
         self.set_interval(1.0, self._advance)
 
@@ -90,11 +111,6 @@ class KvtopApp(App[int]):
         super()._handle_exception(error)
         self.failure = self.failure or error
         self._exit_renderables.clear()
-
-    @property
-    def theme_names(self) -> list[str]:
-        """Kvtop's own themes."""
-        return [theme.name for theme in self._kv_themes]
 
     # What is shown
 
@@ -127,7 +143,7 @@ class KvtopApp(App[int]):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Return kvtop's own variables for themes that do not set them."""
-        return variable_defaults(self.current_theme)
+        return theming.variable_defaults(self.current_theme)
 
     # Actions
 
@@ -168,6 +184,6 @@ class KvtopApp(App[int]):
 
     def action_next_theme(self) -> None:
         """Take the next of kvtop's own themes."""
-        names = self.theme_names
+        names = self._theme_names
         present = names.index(self.theme) if self.theme in names else -1
         self.theme = names[(present + 1) % len(names)]

@@ -11,7 +11,8 @@ import msgspec
 
 from kvtop.agents.model import SCHEMA_VERSION, Snapshot
 from kvtop.console.clock import Moment, SystemClock
-from kvtop.console.fleet.dial import Dial, DialOptions, dialler
+from kvtop.console.fleet.conversation import Dial, DialOptions
+from kvtop.console.fleet.dial import dialler
 from kvtop.console.fleet.errors import ConnectError
 from kvtop.console.fleet.state import FleetState, LinkState, NodeState
 from kvtop.console.fleet.targets import Target

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from kvtop.console.fleet.dial import DialOptions
+from kvtop.console.fleet.conversation import DialOptions
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtop.console.app import KvtopApp
 from kvtop.console.cli import notice
-from kvtop.console.fleet.dial import DialOptions
+from kvtop.console.fleet.conversation import DialOptions
 from kvtop.console.fleet.errors import ConnectError, InputError
 from kvtop.console.fleet.targets import Target
 from kvtop.console.terminal import make_app

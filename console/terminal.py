@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtop.console.app import KvtopApp
 from kvtop.console.cli import ENDING_SIGNALS, INTERRUPTED_EXIT_CODE, notice
-from kvtop.console.fleet.dial import DialOptions, dialler
+from kvtop.console.fleet.conversation import DialOptions, late_dialler
 from kvtop.console.fleet.fleet import Fleet
 from kvtop.console.fleet.targets import Target
 from kvtop.console.theming import DEFAULT_THEME
@@ -26,7 +26,7 @@ def make_app(
     Raises:
         InputError: there is no theme of that name.
     """
-    feed = Fleet(targets, dialler(options), interval_s=interval_s)
+    feed = Fleet(targets, late_dialler(options), interval_s=interval_s)
     return KvtopApp(feed, theme=theme or DEFAULT_THEME, start_mode=screen)
 
 

@@ -53,6 +53,11 @@ class ThemeFile(msgspec.Struct, forbid_unknown_fields=True):
     variables: dict[str, str] = {}
 
 
+def default_theme() -> Theme:
+    """Return the theme that kvtop starts with."""
+    return load_theme(files("kvtop.themes") / f"{DEFAULT_THEME}.toml")
+
+
 def load_themes() -> list[Theme]:
     """Return the themes that come with kvtop, dark ones first."""
     folder = files("kvtop.themes")

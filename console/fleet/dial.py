@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
+
+import msgspec
 
 from kvtop.agents.client import AgentConnection
 from kvtop.agents.model import Delta, Snapshot
 from kvtop.agents.runtime import SYSTEM_FOLDER, RuntimeFolderError, RuntimePaths
 from kvtop.agents.streams import Reader, Writer
 from kvtop.agents.wire import Refused, VersionMismatch, WireError
+from kvtop.console.fleet.conversation import Conversation, Dial
+from kvtop.console.fleet.conversation import DialOptions as DialOptions
 from kvtop.console.fleet.errors import ConnectError
 from kvtop.console.fleet.targets import LocalTarget, SshTarget, Target
 
@@ -25,22 +28,7 @@ SILENCE_S: Final = 10.0
 """An agent sends a message at each interval, changed or not; after this much silence it counts as lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class DialOptions:
-    """How to reach agents, for all targets of one command line."""
-
-    identities: tuple[Path, ...] = ()
-    """Private keys to offer instead of those that `~/.ssh/config` and ssh-agent hold."""
-    known_hosts: Path | None = None
-    """The only file to trust host keys from."""
-    agent_socket: str | None = None
-    """The agent's socket on the nodes, instead of `AGENT_SOCKETS` and `kvtop-agent stdio`."""
-    timeout_s: float = 10.0
-    """For connecting, until the agent has answered the hello."""
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
+class Channel(msgspec.Struct, frozen=True):
     """A byte stream to an agent, before the hello."""
 
     reader: Reader
@@ -50,33 +38,6 @@ class Channel:
     """What the transport raises when it breaks, beside OSError."""
     explain: Callable[[], Awaitable[ConnectError]] | None = None
     """Where the stream comes from a command: says why that ended."""
-
-
-class Conversation(Protocol):
-    """An agent that has answered the hello."""
-
-    async def snapshot(self) -> Snapshot:
-        """Return what the agent knows now.
-
-        Raises:
-            ConnectError: the conversation ended.
-        """
-        ...
-
-    def updates(self, interval_s: float) -> AsyncIterator[Snapshot | Delta]:
-        """Yield a snapshot, then a delta every `interval_s` until cancelled.
-
-        Raises:
-            ConnectError: the conversation ended.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Leave."""
-        ...
-
-
-Dial = Callable[[Target], Awaitable[Conversation]]
 
 
 class AgentConversation:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvtop.agents import latency
 from kvtop.agents.model import LIVE_STAGES, Instance, Latency
@@ -29,8 +30,7 @@ class Member(NamedTuple):
         return self.node.target, self.instance.engine_id
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(msgspec.Struct, frozen=True):
     """Sums over a scope's members whose node is live, and their merged latency."""
 
     label: str

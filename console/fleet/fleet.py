@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
 from kvtop.console.clock import Clock, SystemClock
-from kvtop.console.fleet.dial import Dial
+from kvtop.console.fleet.conversation import Dial
 from kvtop.console.fleet.link import Link
 from kvtop.console.fleet.state import FleetState
 from kvtop.console.fleet.targets import Target

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtop.agents.mirror import Mirror
 from kvtop.console.clock import Clock, Moment
-from kvtop.console.fleet.dial import Conversation, Dial
+from kvtop.console.fleet.conversation import Conversation, Dial
 from kvtop.console.fleet.errors import ConnectError
 from kvtop.console.fleet.state import LinkPhase, LinkState, NodeState
 from kvtop.console.fleet.targets import Target

@@ -17,7 +17,8 @@ from typing import Final
 
 import asyncssh
 
-from kvtop.console.fleet.dial import AGENT_SOCKETS, OWN_SERVER_SOCKETS, Channel, DialOptions, no_answer
+from kvtop.console.fleet.conversation import DialOptions
+from kvtop.console.fleet.dial import AGENT_SOCKETS, OWN_SERVER_SOCKETS, Channel, no_answer
 from kvtop.console.fleet.errors import ConnectError
 from kvtop.console.fleet.targets import SshTarget
 

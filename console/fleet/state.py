@@ -7,8 +7,9 @@ clock and this machine's, so that nobody else has to.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 from kvtop.agents.model import LIVE_STAGES, Instance, Node, Transfer
 from kvtop.console.clock import Moment
@@ -18,8 +19,7 @@ LinkPhase = Literal["connecting", "live", "lost"]
 _LIVE: Final = frozenset(LIVE_STAGES)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkState:
+class LinkState(msgspec.Struct, frozen=True):
     """The connection to one target."""
 
     phase: LinkPhase
@@ -31,8 +31,7 @@ class LinkState:
     """Failed attempts since it was last live."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeState:
+class NodeState(msgspec.Struct, frozen=True):
     """One target: its link, and what its agent said last."""
 
     target: str
@@ -40,7 +39,7 @@ class NodeState:
     node: Node | None = None
     """None while its agent has never been heard."""
     instances: Sequence[Instance] = ()
-    transfers: Mapping[int, Transfer] = field(default_factory=dict)
+    transfers: Mapping[int, Transfer] = {}
     received: Moment | None = None
     """When the last message arrived."""
 
@@ -67,8 +66,7 @@ class NodeState:
         return (self.node.clock.wall_ns + stamp_ns - self.node.clock.monotonic_ns) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class FleetState:
+class FleetState(msgspec.Struct, frozen=True):
     """All targets, in the order in which they were named."""
 
     nodes: Sequence[NodeState] = ()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from kvtop.console.fleet.errors import TargetError, one_line
 
@@ -27,8 +28,7 @@ _IPV6 = re.compile(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9]+)?")
 _BRACKETED = re.compile(r"\[(?P<host>[^\]]*:[^\]]*)\](?::(?P<port>.*))?")
 
 
-@dataclass(frozen=True, slots=True)
-class SshTarget:
+class SshTarget(msgspec.Struct, frozen=True):
     """A host that is reached over SSH. What is None is left to `~/.ssh/config` and its defaults."""
 
     label: str
@@ -38,8 +38,7 @@ class SshTarget:
     port: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTarget:
+class LocalTarget(msgspec.Struct, frozen=True):
     """An agent on this machine, reached through its Unix socket."""
 
     label: str

@@ -8,11 +8,11 @@ from textual.app import ComposeResult
 from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.state import FleetState
 from kvtop.console.views.header import header, notices
+from kvtop.console.widgets.footer import KeyBar
 from kvtop.console.widgets.lines import Lines
 
 
@@ -32,7 +32,7 @@ class LiveScreen(Screen[None]):
         yield Lines(id="header")
         yield from self.body()
         yield Lines(id="notices")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyBar(id="keys")
 
     def body(self) -> list[Widget]:
         """Return the widgets between header and notices."""

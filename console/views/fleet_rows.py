@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from kvtop.agents.model import Instance, InstanceState
 from kvtop.console.clock import Moment
@@ -22,8 +23,7 @@ STATE_MARKS: dict[InstanceState, Cell] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FleetRow:
+class FleetRow(msgspec.Struct, frozen=True):
     """One line of the Fleet screen."""
 
     kind: Literal["fleet", "node", "instance", "note"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvtop.agents import latency
 from kvtop.agents.model import Sketch
@@ -23,8 +24,7 @@ AXIS_WIDTH = 6
 """Cells left of the bars, for the count axis."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """What a histogram is about, for its heading."""
 
     title: str

@@ -6,9 +6,10 @@ The same columns serve the live grid and the plain tables of `kvtop status` and 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+import msgspec
+from msgspec.structs import replace
 from rich.cells import cell_len, set_cell_size
 
 from kvtop.console.clock import Moment
@@ -27,8 +28,7 @@ class Cell(NamedTuple):
     tone: Tone = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Column(Generic[RowT]):
+class Column(msgspec.Struct, Generic[RowT], frozen=True):
     """One column of a table of `RowT`."""
 
     id: str
@@ -51,8 +51,7 @@ class Column(Generic[RowT]):
     """Width from which on more would not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table(Generic[RowT]):
+class Table(msgspec.Struct, Generic[RowT], frozen=True):
     """How rows of one kind become lines."""
 
     columns: tuple[Column[RowT], ...]
@@ -62,8 +61,7 @@ class Table(Generic[RowT]):
     """For rows that are one running text instead of columns: that text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sort:
+class Sort(msgspec.Struct, frozen=True):
     """By which column a table is ordered."""
 
     column: str

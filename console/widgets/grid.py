@@ -7,8 +7,7 @@ or others come and go, it stays on its row.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Generic
+from typing import Generic
 
 from rich.style import Style
 from textual import events
@@ -20,7 +19,7 @@ from textual.strip import Strip
 from kvtop.console.actions import bindings
 from kvtop.console.clock import Moment
 from kvtop.console.views.table import Cell, Column, RowT, Sort, Table, column_at, filled, fit, heading, line
-from kvtop.console.widgets.tones import TONES_CSS, Toned
+from kvtop.console.widgets.tones import Toned
 
 HEADER_LINES = 1
 
@@ -29,35 +28,28 @@ class Grid(Toned, ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fa
     """A table of `RowT` that is shown anew at each tick."""
 
     BINDINGS = bindings("grid")
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"grid--header", "grid--cursor"}
-    DEFAULT_CSS = f"""
-    Grid {{
-        overflow-x: hidden;
-        overflow-y: auto;
-        scrollbar-size-vertical: 1;
-        & > .grid--header {{ background: $kv-header; text-style: bold; }}
-        & > .grid--cursor {{ background: $kv-cursor; text-style: bold; }}
-        {TONES_CSS}
-    }}
-    """
+    DEFAULT_CSS = "Grid { overflow-x: hidden; overflow-y: auto; scrollbar-size-vertical: 1; }"
 
-    @dataclass
     class Opened(Message):
         """Enter or a double click on a row."""
 
-        key: Hashable
+        def __init__(self, key: Hashable) -> None:
+            super().__init__()
+            self.key = key
 
-    @dataclass
     class CursorMoved(Message):
         """The operator put the cursor on another row, or took it away (None)."""
 
-        key: Hashable | None
+        def __init__(self, key: Hashable | None) -> None:
+            super().__init__()
+            self.key = key
 
-    @dataclass
     class TitleClicked(Message):
         """A click on a column's title."""
 
-        column: str
+        def __init__(self, column: str) -> None:
+            super().__init__()
+            self.column = column
 
     def __init__(self, table: Table[RowT], *, id: str | None = None) -> None:  # noqa: A002 - textual's name
         super().__init__(id=id)
@@ -203,8 +195,8 @@ class Grid(Toned, ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fa
     def _over(self, y: int, *, chosen: bool) -> Style | None:
         if not (chosen or y < HEADER_LINES):
             return None
-        style = self.get_component_rich_style("grid--cursor" if chosen else "grid--header")
-        return Style(bgcolor=style.bgcolor, bold=style.bold)
+        color = self.theme_color("kv-cursor" if chosen else "kv-header")
+        return Style(bgcolor=color.rich_color, bold=True)
 
     def _line(self, y: int) -> tuple[tuple[Cell, ...], bool]:
         width = self._width

@@ -9,7 +9,7 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 
 from kvtop.console.views.table import Cell, filled
-from kvtop.console.widgets.tones import TONES_CSS, Toned
+from kvtop.console.widgets.tones import Toned
 
 Draw = Callable[[int, int], Sequence[tuple[Cell, ...]]]
 """(width, height) in cells to lines. A height of 0 means as many lines as it takes."""
@@ -18,10 +18,10 @@ Draw = Callable[[int, int], Sequence[tuple[Cell, ...]]]
 class Lines(Toned):
     """Shows what a pure function makes of the widget's size."""
 
-    DEFAULT_CSS = f"Lines {{ height: auto; {TONES_CSS} }}"
+    DEFAULT_CSS = "Lines { height: auto; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002 - textual's name
-        super().__init__(id=id, classes=classes)
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002 - textual's name
+        super().__init__(id=id)
         self._draw: Draw = lambda _width, _height: ()
         self._lines: list[tuple[Cell, ...]] = []
 

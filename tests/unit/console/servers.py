@@ -14,7 +14,7 @@ import asyncssh
 
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
-from kvtop.console.fleet.dial import DialOptions
+from kvtop.console.fleet.conversation import DialOptions
 from kvtop.console.fleet.targets import SshTarget
 
 

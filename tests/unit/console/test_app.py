@@ -199,7 +199,7 @@ async def test_the_cursor_is_kept_in_view_in_a_long_table() -> None:
 
 
 async def test_the_histograms_follow_the_cursor_and_esc_returns_to_the_fleet() -> None:
-    fast = instance("prefill-0", latency=latency([0.010] * 7))
+    fast = instance("decode-1", latency=latency([0.010] * 7))
     slow = instance("decode-0", latency=latency([0.500] * 5))
     async with console(FleetState([node("p01", [fast, slow])])) as seen:
         assert "TTFT · fleet · last 60 s · n=12" in seen.text
@@ -215,7 +215,9 @@ async def test_the_histograms_follow_the_cursor_and_esc_returns_to_the_fleet() -
 async def test_a_click_chooses_a_row_and_a_double_click_opens_it() -> None:
     async with console(small_fleet()) as seen:
         await seen.pilot.press("2")
+        await seen.pilot.pause()
         await seen.pilot.click(Grid, offset=(5, 2))
+        await seen.pilot.pause()
         assert "▶ on_wire" in seen.cursor_text
         await seen.pilot.click(Grid, offset=(5, 2), times=2)
         await seen.pilot.pause()
@@ -321,6 +323,7 @@ async def test_a_quiet_tick_redraws_only_the_lines_whose_text_changes(
         FleetState([node("p01", [instance()], [transfer(n, "done", 300) for n in range(9)])])
     ) as seen:
         await seen.pilot.press("2")
+        await seen.pilot.pause()
         drawn: list[int] = []
         real = Grid.render_line
 

@@ -17,7 +17,8 @@ import pytest
 from kvtop.agents.ssh_server import serve_ssh
 from kvtop.agents.streams import Writer
 from kvtop.agents.wire import WIRE_VERSION, Refusal, encode_frame
-from kvtop.console.fleet.dial import DialOptions, dialler
+from kvtop.console.fleet.conversation import DialOptions
+from kvtop.console.fleet.dial import dialler
 from kvtop.console.fleet.errors import ConnectError, ConnectKind
 from kvtop.console.fleet.targets import LocalTarget, SshTarget, Target
 from tests.unit.console.servers import Keys, agent, sshd, unix_server

@@ -13,7 +13,8 @@ from kvtop.agents.model import Delta, Snapshot
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
 from kvtop.console.fleet import link
-from kvtop.console.fleet.dial import Conversation, DialOptions, dialler
+from kvtop.console.fleet.conversation import Conversation, DialOptions
+from kvtop.console.fleet.dial import dialler
 from kvtop.console.fleet.errors import ConnectError
 from kvtop.console.fleet.fleet import Fleet
 from kvtop.console.fleet.link import Link, backoff_s

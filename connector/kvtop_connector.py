@@ -7,78 +7,26 @@ work.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtop.agents.events import Direction
-from kvtop.connector.config import Settings, read_settings
-from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.config import read_settings
+from kvtop.connector.halves import (
+    BothHandshakes,
+    BothMetadata,
+    check_port,
+    scheduler_halves,
+    worker_halves,
+)
 from kvtop.connector.routing import Router
 from kvtop.connector.telemetry import Telemetry, telemetry_for
-from kvtop.connector.upstream import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    NixlBaseConnector,
-    NixlPullConnector,
-    NixlPullConnectorScheduler,
-    NixlPushConnector,
-    NixlPushConnectorScheduler,
-    init_logger,
-    nixl_agents_from,
-    on_cpu,
-    open_nixl_agent,
-)
-from kvtop.connector.workers import PullWorker, PushWorker
+from kvtop.connector.upstream import KVConnectorRole, KVConnectorTransferResults, NixlBaseConnector
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-logger = init_logger("vllm.kvtop.connector")
-
-CPU_PROGRESS_DELAY_US = 1000
-
-
-class PortInUseError(RuntimeError):
-    """A port that the connector must listen on is taken."""
-
-
-@dataclass
-class BothHandshakes(KVConnectorHandshakeMetadata):
-    """Each half's handshake metadata of one rank, on its way from worker to scheduler."""
-
-    push: Any
-    pull: Any
-
-
-class BothMetadata(KVConnectorMetadata):
-    """Each half's metadata of one engine step, on its way from scheduler to worker."""
-
-    def __init__(self, push: Any, pull: Any) -> None:
-        """Hold upstream's `NixlConnectorMetadata` of both halves."""
-        self.push = push
-        self.pull = pull
-
-
-class _PushHalf(NixlPushConnector):
-    """Upstream's push connector around the given scheduler or worker."""
-
-    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
-        NixlBaseConnector.__init__(self, *args)
-        self.connector_scheduler, self.connector_worker = scheduler, worker
-
-
-class _PullHalf(NixlPullConnector):
-    """Upstream's pull connector around the given scheduler or worker."""
-
-    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
-        NixlBaseConnector.__init__(self, *args)
-        self.connector_scheduler, self.connector_worker = scheduler, worker
 
 
 class KvtopConnector(NixlBaseConnector):
@@ -100,43 +48,11 @@ class KvtopConnector(NixlBaseConnector):
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
         self._awaiting_kv: set[str] = set()
-        build = (
-            self._build_scheduler_halves if role == KVConnectorRole.SCHEDULER else self._build_worker_halves
-        )
-        self.push, self.pull = build(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
+        else:
+            self.push, self.pull = worker_halves(vllm_config, kv_cache_config, self.settings, self.telemetry)
         self.halves: Mapping[Direction, Any] = {"push": self.push, "pull": self.pull}
-
-    def _build_scheduler_halves(
-        self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig
-    ) -> tuple[_PushHalf, _PullHalf]:
-        push = NixlPushConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
-        pull = NixlPullConnectorScheduler(vllm_config, self.engine_id, kv_cache_config)
-        pull.side_channel_port = push.side_channel_port + self.settings.pull_port_offset
-        args = (vllm_config, role, kv_cache_config)
-        return _PushHalf(*args, scheduler=push), _PullHalf(*args, scheduler=pull)
-
-    def _build_worker_halves(
-        self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig
-    ) -> tuple[_PushHalf, _PullHalf]:
-        shared: SharedNixlAgent | None = None
-        opening: Direction = "push"
-
-        def agent_of(name: str, config: Any) -> Any:
-            nonlocal shared
-            if shared is None:
-                shared = SharedNixlAgent(open_nixl_agent(name, config, _progress_delay_us(self.settings)))
-            return shared.half(opening)
-
-        args = (vllm_config, self.engine_id, kv_cache_config)
-        with nixl_agents_from(agent_of):
-            push_worker = PushWorker(*args)
-            opening = "pull"
-            pull_worker = PullWorker(*args)
-        assert shared is not None
-        for worker in (push_worker, pull_worker):
-            worker.observe(self.telemetry, shared)
-        base = (vllm_config, role, kv_cache_config)
-        return _PushHalf(*base, worker=push_worker), _PullHalf(*base, worker=pull_worker)
 
     # Scheduler side: requests go to their half, steps to both.
 
@@ -240,7 +156,7 @@ class KvtopConnector(NixlBaseConnector):
         """
         for direction, half in self.halves.items():
             scheduler = half.connector_scheduler
-            _check_port(scheduler.side_channel_host, scheduler.side_channel_port, direction)
+            check_port(scheduler.side_channel_host, scheduler.side_channel_port, direction)
             half.set_xfer_handshake_metadata_pp_aware(
                 {rank: getattr(both, direction) for rank, both in metadata.items()}
             )
@@ -316,27 +232,6 @@ class KvtopConnector(NixlBaseConnector):
         for half in self.halves.values():
             half.shutdown()
         self.telemetry.close()
-
-
-def _progress_delay_us(settings: Settings) -> int | None:
-    """Return the progress thread's delay: as set, else a sleeping thread on CPU and upstream's elsewhere."""
-    if settings.progress_delay_us is not None:
-        return settings.progress_delay_us
-    return CPU_PROGRESS_DELAY_US if on_cpu() else None
-
-
-def _check_port(host: str, port: int, direction: Direction) -> None:
-    """Raise PortInUseError where `port` cannot be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortInUseError(
-                f"the {direction} half cannot listen for NIXL handshakes on {host}:{port} "
-                f"({error.strerror}): set VLLM_NIXL_SIDE_CHANNEL_PORT or kvtop_pull_port_offset"
-            ) from error
 
 
 def _text(value: object) -> str | None:

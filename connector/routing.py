@@ -13,8 +13,8 @@ _DIRECTIONS: dict[object, Direction] = {"push": "push", "pull": "pull"}
 def direction_of(params: Mapping[str, Any], mode: Direction) -> Direction:
     """Return the direction of a request with these `kv_transfer_params` on an instance in `mode`.
 
-    An explicit `transfer_mode` wins. A decode request without remote block ids can only be pushed to.
-    Anything else goes the instance's way.
+    A decode request without remote block ids can only be pushed to (upstream's pull half would end the
+    engine). Else an explicit `transfer_mode` wins. Anything else goes the instance's way.
 
     >>> direction_of({"do_remote_decode": True, "transfer_mode": "pull"}, "push")
     'pull'
@@ -23,11 +23,11 @@ def direction_of(params: Mapping[str, Any], mode: Direction) -> Direction:
     >>> direction_of({"do_remote_decode": True}, "pull")
     'pull'
     """
+    if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
+        return "push"
     wanted = params.get("transfer_mode")
     if isinstance(wanted, str) and wanted in _DIRECTIONS:
         return _DIRECTIONS[wanted]
-    if params.get("do_remote_prefill") and not params.get("remote_block_ids"):
-        return "push"
     return mode
 
 

@@ -26,7 +26,7 @@ class KvtopStatLogger(StatLoggerBase):
         self.telemetry = Telemetry(None)
         if transfer is not None and transfer.has_connector("KvtopConnector"):
             settings = read_settings(transfer.kv_connector_extra_config)
-            self.telemetry = telemetry_for(vllm_config, settings, "api-server")
+            self.telemetry = telemetry_for(vllm_config, settings, "api-server", engine_index)
 
     def record(
         self,

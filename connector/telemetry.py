@@ -180,26 +180,35 @@ class Telemetry:
 _of_process: dict[str, Telemetry] = {}
 
 
-def telemetry_for(vllm_config: VllmConfig, settings: Settings, process: Process | None = None) -> Telemetry:
+def telemetry_for(
+    vllm_config: VllmConfig,
+    settings: Settings,
+    process: Process | None = None,
+    dp_index: int | None = None,
+) -> Telemetry:
     """Return this process's telemetry for the instance; the scheduler and a worker in one process share it.
 
-    Never raises: an instance that cannot report serves on without.
+    The API server names the data-parallel index of the engine that it means; an engine's own processes are
+    configured with it. Never raises: an instance that cannot report serves on without.
     """
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    known = _of_process.get(engine_id)
+    key = f"{vllm_config.kv_transfer_config.engine_id}/{dp_index}"
+    known = _of_process.get(key)
     if known is None:
-        known = _of_process[engine_id] = Telemetry(_open_reporter(vllm_config, settings, process))
+        reporter = _open_reporter(vllm_config, settings, process, dp_index)
+        known = _of_process[key] = Telemetry(reporter)
         atexit.register(known.close)  # the API server's stat logger has no hook for the end
     return known
 
 
-def _open_reporter(vllm_config: VllmConfig, settings: Settings, process: Process | None) -> Reporter | None:
+def _open_reporter(
+    vllm_config: VllmConfig, settings: Settings, process: Process | None, dp_index: int | None
+) -> Reporter | None:
     """Start the reporter, or return None where reporting is off or impossible."""
     if not settings.report:
         return None
     try:
         paths = RuntimePaths.at(settings.runtime_dir) if settings.runtime_dir else RuntimePaths.default()
-        reporter = Reporter(_hello(vllm_config, settings, process), paths)
+        reporter = Reporter(hello_of(vllm_config, settings, process, dp_index), paths)
         reporter.start()
     except Exception:
         logger.warning("kvtop cannot report to a node agent; the engine goes on without", exc_info=True)
@@ -207,18 +216,26 @@ def _open_reporter(vllm_config: VllmConfig, settings: Settings, process: Process
     return reporter
 
 
-def _hello(vllm_config: VllmConfig, settings: Settings, process: Process | None) -> EngineHello:
+def hello_of(
+    vllm_config: VllmConfig, settings: Settings, process: Process | None, dp_index: int | None
+) -> EngineHello:
+    """Return what a process of the instance says of itself, by which the agent tells instances apart."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     role = _ROLES[transfer.kv_role]
-    port = side_channel()[1] + parallel.data_parallel_index
+    engine_id = str(transfer.engine_id)
+    index = parallel.data_parallel_index if dp_index is None else dp_index
+    suffix = f"_dp{index}"  # as vLLM's engine core appends it
+    if parallel.data_parallel_size > 1 and dp_index is not None and not engine_id.endswith(suffix):
+        engine_id += suffix
+    name = settings.name or f"{role}-{side_channel()[1]}"
     return EngineHello(
         wire_version=WIRE_VERSION,
         software=f"kvtop {__version__}, vllm {VLLM_VERSION}",
         process=process or _process_kind(),
         pid=os.getpid(),
         rank=parallel.rank,
-        engine_id=str(transfer.engine_id),
-        name=settings.name or f"{role}-{port}",
+        engine_id=engine_id,
+        name=f"{name}-dp{index}" if parallel.data_parallel_size > 1 else name,
         role=role,
         mode=settings.mode,
         tp_size=parallel.tensor_parallel_size,

@@ -30,6 +30,7 @@ def test_otherwise_the_instances_mode_holds(params: dict[str, Any], mode: Direct
 def test_a_decode_request_without_remote_blocks_can_only_be_pushed_to(remote_block_ids: Any) -> None:
     params = {"do_remote_prefill": True, "remote_block_ids": remote_block_ids}
     assert direction_of(params, "pull") == "push"
+    assert direction_of({**params, "transfer_mode": "pull"}, "pull") == "push"
 
 
 @pytest.mark.parametrize("nonsense", ["PUSH", "", 3, None, ["push"], {"push": 1}])

@@ -9,7 +9,7 @@ import pytest
 
 from kvtop.agents.events import EngineStats, LatencySamples, TransferEvent
 from kvtop.connector.config import Settings
-from kvtop.connector.telemetry import Telemetry, telemetry_for
+from kvtop.connector.telemetry import Telemetry, hello_of, telemetry_for
 
 pytestmark = pytest.mark.vllm
 
@@ -113,3 +113,37 @@ def test_samples_are_passed_on_as_they_are() -> None:
     (event,) = sink.events
     assert isinstance(event, LatencySamples)
     assert (event.ttft_s, event.itl_s) == ([0.1], [0.01, 0.02])
+
+
+def instance(*, dp_size: int, dp_index: int, engine_id: str) -> Any:
+    """The parts of a vLLM configuration that say who an instance is."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id, kv_role="kv_producer"),
+        parallel_config=SimpleNamespace(
+            rank=0, data_parallel_size=dp_size, data_parallel_index=dp_index, tensor_parallel_size=1
+        ),
+        model_config=SimpleNamespace(served_model_name=["tiny"], model="/models/tiny"),
+    )
+
+
+def test_the_processes_of_one_instance_say_the_same_of_themselves() -> None:
+    core = hello_of(instance(dp_size=1, dp_index=0, engine_id="e"), Settings(), "engine-core", None)
+    server = hello_of(instance(dp_size=1, dp_index=0, engine_id="e"), Settings(), "api-server", 0)
+
+    assert (core.engine_id, core.name, core.role, core.model) == ("e", "prefill-5600", "prefill", "tiny")
+    assert (server.engine_id, server.name) == (core.engine_id, core.name)
+
+
+def test_data_parallel_engines_are_instances_of_their_own() -> None:
+    """vLLM appends the index to the engine id in the engine core, and not in the API server."""
+    named = Settings(name="prefill-0")
+    core = hello_of(instance(dp_size=2, dp_index=1, engine_id="e_dp1"), named, "engine-core", None)
+    servers = [
+        hello_of(instance(dp_size=2, dp_index=0, engine_id="e"), named, "api-server", i) for i in (0, 1)
+    ]
+
+    assert (core.engine_id, core.name) == ("e_dp1", "prefill-0-dp1")
+    assert [(each.engine_id, each.name) for each in servers] == [
+        ("e_dp0", "prefill-0-dp0"),
+        ("e_dp1", "prefill-0-dp1"),
+    ]

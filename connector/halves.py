@@ -1,0 +1,127 @@
+"""The two halves of kvtop's connector: upstream's push and pull connectors, made to live side by side."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtop.agents.events import Direction
+from kvtop.connector.config import Settings
+from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.telemetry import Telemetry
+from kvtop.connector.upstream import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    NixlBaseConnector,
+    NixlPullConnector,
+    NixlPullConnectorScheduler,
+    NixlPushConnector,
+    NixlPushConnectorScheduler,
+    nixl_agents_from,
+    on_cpu,
+    open_nixl_agent,
+)
+from kvtop.connector.workers import PullWorker, PushWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CPU_PROGRESS_DELAY_US: Final = 1000
+
+
+class PortInUseError(RuntimeError):
+    """A port that the connector must listen on is taken."""
+
+
+@dataclass
+class BothHandshakes(KVConnectorHandshakeMetadata):
+    """Each half's handshake metadata of one rank, on its way from worker to scheduler."""
+
+    push: Any
+    pull: Any
+
+
+class BothMetadata(KVConnectorMetadata):
+    """Each half's metadata of one engine step, on its way from scheduler to worker."""
+
+    def __init__(self, push: Any, pull: Any) -> None:
+        """Hold upstream's `NixlConnectorMetadata` of both halves."""
+        self.push = push
+        self.pull = pull
+
+
+class PushHalf(NixlPushConnector):
+    """Upstream's push connector around the given scheduler or worker."""
+
+    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
+        NixlBaseConnector.__init__(self, *args)
+        self.connector_scheduler, self.connector_worker = scheduler, worker
+
+
+class PullHalf(NixlPullConnector):
+    """Upstream's pull connector around the given scheduler or worker."""
+
+    def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
+        NixlBaseConnector.__init__(self, *args)
+        self.connector_scheduler, self.connector_worker = scheduler, worker
+
+
+def scheduler_halves(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
+) -> tuple[PushHalf, PullHalf]:
+    """Return both halves for the scheduler; each listens for handshakes on a port of its own."""
+    engine_id = vllm_config.kv_transfer_config.engine_id
+    push = NixlPushConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+    pull = NixlPullConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+    pull.side_channel_port = push.side_channel_port + settings.pull_port_offset
+    base = (vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+    return PushHalf(*base, scheduler=push), PullHalf(*base, scheduler=pull)
+
+
+def worker_halves(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings, telemetry: Telemetry
+) -> tuple[PushHalf, PullHalf]:
+    """Return both halves for one worker, on one NIXL agent."""
+    shared: SharedNixlAgent | None = None
+    opening: Direction = "push"
+
+    def agent_of(name: str, config: Any) -> Any:
+        nonlocal shared
+        if shared is None:
+            shared = SharedNixlAgent(open_nixl_agent(name, config, progress_delay_us(settings)))
+        return shared.half(opening)
+
+    args = (vllm_config, vllm_config.kv_transfer_config.engine_id, kv_cache_config)
+    with nixl_agents_from(agent_of):
+        push_worker = PushWorker(*args)
+        opening = "pull"
+        pull_worker = PullWorker(*args)
+    assert shared is not None, "upstream's workers no longer take their NIXL agent from where they did"
+    for worker in (push_worker, pull_worker):
+        worker.observe(telemetry, shared)
+    base = (vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+    return PushHalf(*base, worker=push_worker), PullHalf(*base, worker=pull_worker)
+
+
+def progress_delay_us(settings: Settings) -> int | None:
+    """Return the progress thread's delay: as set, else a sleeping thread on CPU and upstream's elsewhere."""
+    if settings.progress_delay_us is not None:
+        return settings.progress_delay_us
+    return CPU_PROGRESS_DELAY_US if on_cpu() else None
+
+
+def check_port(host: str, port: int, direction: Direction) -> None:
+    """Raise PortInUseError where `port` cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"the {direction} half cannot listen for NIXL handshakes on {host}:{port} "
+                f"({error.strerror}): set VLLM_NIXL_SIDE_CHANNEL_PORT or kvtop_pull_port_offset"
+            ) from error

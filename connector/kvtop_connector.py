@@ -47,7 +47,7 @@ class KvtopConnector(NixlBaseConnector):
         self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
-        self._awaiting_kv: set[str] = set()
+        self._awaiting_kv: set[str] = set()  # D's requests whose row in the ledger is still open
         if role == KVConnectorRole.SCHEDULER:
             self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
         else:
@@ -64,6 +64,7 @@ class KvtopConnector(NixlBaseConnector):
         self._half(request).on_new_request(request)
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
+            self._awaiting_kv.add(request.request_id)
             self._report(request, "decode", "queued")
 
     def get_num_new_matched_tokens(
@@ -81,9 +82,9 @@ class KvtopConnector(NixlBaseConnector):
         receives = bool(params and params.get("do_remote_prefill"))
         self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
         if receives and num_external_tokens > 0:
-            self._awaiting_kv.add(request.request_id)
             self._report(request, "decode", "allocated")
         elif receives:
+            self._awaiting_kv.discard(request.request_id)
             self._report(request, "decode", "skipped")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -79,6 +79,7 @@ class Reporter:
         self._start_agent = start_agent
         self._flush_interval_s = flush_interval_s
         self._dropped = 0
+        self._unsendable = 0  # counted by the reporter's thread alone
         self._told_dropped = 0
         self._lost_ns: int | None = None
         self._socket: socket.socket | None = None
@@ -96,8 +97,8 @@ class Reporter:
 
     @property
     def dropped_events(self) -> int:
-        """How many events were dropped because the ring was full."""
-        return self._dropped
+        """How many events were dropped: because the ring was full, or because no frame could hold them."""
+        return self._dropped + self._unsendable
 
     def put(self, event: EngineEvent) -> None:
         """Append one event. Never waits, never raises; a full ring drops it and counts it."""
@@ -144,8 +145,8 @@ class Reporter:
         while self._has_news():
             while self._ring and len(self._sending) < EVENTS_PER_BATCH:
                 self._sending.append(self._ring.popleft())
-            dropped = self._dropped
-            connection.sendall(encode_frame(Batch(self._sending, dropped)))
+            frame, dropped = self._next_frame()
+            connection.sendall(frame)
             self._told_dropped = dropped
             self._sending = []
             self._last_send_s = time.monotonic()
@@ -158,11 +159,35 @@ class Reporter:
         finally:
             connection.settimeout(SEND_TIMEOUT_S)
 
+    def _next_frame(self) -> tuple[bytes, int]:
+        """Return a frame that the agent accepts and the drops it tells; what does not fit stays queued.
+
+        An event that no frame can hold is dropped: sent again and again, it would end all reporting.
+        """
+        while True:
+            dropped = self.dropped_events
+            try:
+                frame = encode_frame(Batch(self._sending, dropped))
+            except (TypeError, ValueError, OverflowError) as error:
+                problem = str(error)
+            else:
+                if len(frame) - HEADER.size <= MAX_INBOUND_FRAME_BYTES:
+                    return frame, dropped
+                problem = f"{len(frame)} bytes are more than a frame may hold"
+            if len(self._sending) == 1:
+                logger.info("dropped an event that cannot be sent: %s", problem)
+                self._unsendable += 1
+                self._sending = []
+                continue
+            middle = len(self._sending) // 2
+            self._ring.extendleft(reversed(self._sending[middle:]))
+            del self._sending[middle:]
+
     def _has_news(self) -> bool:
         """Whether there is something to send, if only that this process lives."""
         return (
             bool(self._sending or self._ring)
-            or self._dropped != self._told_dropped
+            or self.dropped_events != self._told_dropped
             or time.monotonic() - self._last_send_s >= HEARTBEAT_S
         )
 
@@ -197,7 +222,7 @@ class Reporter:
         return connection
 
     def _greet(self, connection: socket.socket) -> None:
-        dropped = self._dropped
+        dropped = self.dropped_events
         hello = msgspec.structs.replace(
             self._hello,
             clock=Clock(time.monotonic_ns(), time.time_ns()),

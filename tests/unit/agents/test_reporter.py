@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,12 @@ from kvtop.agents.events import (
     EngineHello,
     EngineStats,
     EngineStopping,
+    LatencySamples,
+    TransferEvent,
 )
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
-from kvtop.agents.wire import HEADER, WIRE_VERSION, Refusal, Welcome, encode_frame
+from kvtop.agents.wire import HEADER, MAX_INBOUND_FRAME_BYTES, WIRE_VERSION, Refusal, Welcome, encode_frame
 from tests.support.agent import hello, runtime_folder
 from tests.support.waiting import wait_until
 
@@ -76,6 +79,9 @@ class Listener:
 
     def _frame(self, connection: socket.socket) -> bytes:
         (length,) = HEADER.unpack(self._exactly(connection, HEADER.size))
+        if length > MAX_INBOUND_FRAME_BYTES:
+            connection.close()  # as an agent does
+            raise EOFError
         return self._exactly(connection, length)
 
     def _exactly(self, connection: socket.socket, size: int) -> bytes:
@@ -169,6 +175,41 @@ def test_a_full_ring_drops_the_newest_events_and_tells_how_many(paths: RuntimePa
 
     assert listener.events[:11] == [*numbered(10), *numbered(1, first=99)]
     assert listener.hellos[0].dropped_events == 15
+
+
+def test_a_backlog_larger_than_a_frame_arrives_whole_and_in_order(paths: RuntimePaths) -> None:
+    """256 decoding streams give 256 gaps a step: 512 steps are more than one frame may hold."""
+    sent = [LatencySamples(n, [], [n * 1e-5] * 256) for n in range(600)]
+    reporter = Reporter(hello(), paths, start_agent=False)
+    for event in sent:
+        reporter.put(event)
+
+    with listening(paths) as listener:
+        reporter.start()
+        wait_until(lambda: len(listener.events) == 600, "the backlog")
+        reporter.close(5)
+
+    assert listener.events[:600] == sent
+    assert reporter.dropped_events == 0
+    assert len(listener.hellos) == 1
+
+
+@pytest.mark.parametrize("facts", [{"error": "x" * (1 << 20)}, {"bytes": 1 << 70}, {"error": object()}])
+def test_an_event_that_no_frame_can_hold_is_dropped_and_keeps_no_other_back(
+    paths: RuntimePaths, facts: dict[str, Any]
+) -> None:
+    unsendable = TransferEvent(at_ns=1, side="prefill", request_id="r", step="failed", **facts)
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False)
+        events: list[EngineEvent] = [*numbered(3), unsendable, *numbered(3, first=3)]
+        for event in events:
+            reporter.put(event)
+        reporter.start()
+        wait_until(lambda: listener.dropped[-1:] == [1], "the others, and the count")
+        reporter.close(5)
+
+    assert listener.events[:6] == numbered(6)
+    assert reporter.dropped_events == 1
 
 
 def test_a_quiet_process_says_that_it_lives(paths: RuntimePaths) -> None:

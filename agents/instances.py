@@ -18,6 +18,8 @@ STALE_AFTER_S: Final = 5.0
 """A live process sends something every second (`reporter.HEARTBEAT_S`)."""
 RATE_WINDOW_S: Final = 10.0
 GAPS_KEPT: Final = 20
+GONE_KEPT: Final = 32
+"""How many instances that are gone stay on show, the latest to go."""
 
 
 @dataclass
@@ -84,6 +86,19 @@ class InstanceRecord:
     gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     gone: bool = False
 
+    def make_way_for(self, hello: EngineHello) -> None:
+        """Forget the processes that a new one replaces.
+
+        Where `engine_id` is configured, an engine that was started anew comes back under its old one; its
+        earlier processes then say nothing about this instance any more.
+        """
+        if self.gone:
+            self.processes.clear()
+            return
+        for pid, each in list(self.processes.items()):
+            if not each.attached and (each.hello.process, each.hello.rank) == (hello.process, hello.rank):
+                del self.processes[pid]
+
     def enter(self, state: InstanceState, at_ns: int, reason: str = "") -> None:
         """Change state, remembering since when and why."""
         if (state, reason) != (self.state, self.state_reason):
@@ -127,32 +142,30 @@ class Instances:
         """Take a process's hello. A new incarnation under a known name replaces the old one."""
         record = self.records.get(hello.engine_id)
         if record is None:
-            for old_id in [
-                i for i, old in self.records.items() if old.newest.name == hello.name and old.gone
-            ]:
-                del self.records[old_id]
             record = self.records[hello.engine_id] = InstanceRecord(hello, state_since_ns=now_ns)
             self._ledger().rename(hello.engine_id)
+        before = record.processes.get(hello.pid)
+        if before is None:
+            record.make_way_for(hello)
         record.newest, record.gone = hello, False
         attachment = record.processes[hello.pid] = Attachment(
             record, hello, now_ns, dropped=hello.dropped_events
         )
         if hello.previous_agent_lost_ns is not None:
-            record.note_gap(
-                Gap(
-                    hello.previous_agent_lost_ns,
-                    now_ns,
-                    "no agent took its reports",
-                    hello.dropped_events or None,
-                )
-            )
+            lost = hello.dropped_events - before.dropped if before else 0  # else the total tells of no gap
+            reason = "no agent took its reports"
+            record.note_gap(Gap(hello.previous_agent_lost_ns, now_ns, reason, lost if lost > 0 else None))
         self._judge(record, now_ns)
+        self._forget_gone()
         return attachment
 
-    def _forget_older(self, name: str) -> None:
-        """Drop the incarnations of a name that are gone, since a new one takes their place on screen."""
-        for engine_id, record in list(self.records.items()):
-            if record.newest.name == name and record.gone:
+    def _forget_gone(self) -> None:
+        """Drop instances that are gone: those whose name another has taken, and all but the latest few."""
+        present = {record.newest.name for record in self.records.values() if not record.gone}
+        gone = [(engine_id, record) for engine_id, record in self.records.items() if record.gone]
+        gone.sort(key=lambda each: each[1].state_since_ns)
+        for position, (engine_id, record) in enumerate(gone):
+            if record.newest.name in present or position < len(gone) - GONE_KEPT:
                 del self.records[engine_id]
 
     def heard(self, attachment: Attachment, dropped_events: int, now_ns: int) -> None:
@@ -172,6 +185,7 @@ class Instances:
         """Judge every instance anew, as time passes."""
         for record in self.records.values():
             self._judge(record, now_ns)
+        self._forget_gone()
 
     def _judge(self, record: InstanceRecord, now_ns: int) -> None:
         """Derive an instance's state from its processes."""

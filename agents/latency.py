@@ -6,6 +6,7 @@ Percentiles of a fleet come from merged sketches, never from averaged percentile
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -111,15 +112,18 @@ class LatencyWindow:
         self._frozen: Latency | None = None
 
     def add(self, at_ns: int, ttft_s: Iterable[float], itl_s: Iterable[float]) -> None:
-        """Take samples in seconds that were reported at `at_ns` (CLOCK_MONOTONIC)."""
+        """Take samples in seconds that were reported at `at_ns` (CLOCK_MONOTONIC).
+
+        What is no duration (negative, infinite, not a number) is left out.
+        """
         began_ns = at_ns - at_ns % int(SLICE_S * NS)
         if not self._slices or self._slices[-1].began_ns < began_ns:
             self._slices.append(_Slice(began_ns))
         newest = self._slices[-1]
-        for value in ttft_s:
-            newest.ttft.add(value)
-        for value in itl_s:
-            newest.itl.add(value)
+        for sketch, values in ((newest.ttft, ttft_s), (newest.itl, itl_s)):
+            for value in values:
+                if 0 <= value < math.inf:
+                    sketch.add(value)
         self._frozen = None
 
     def freeze(self, now_ns: int) -> Latency | None:

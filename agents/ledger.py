@@ -18,6 +18,7 @@ from kvtop.agents.row import Row
 FINISHED_KEPT: Final = 2000
 COMPLETION_GRACE_S: Final = 5.0
 """How long after KV arrived, or P's blocks were freed, the initiator's completion may still be reported."""
+_OVER_FOR_ONE_SIDE: Final = frozenset({"received", "released"})
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 _OTHER: Final[dict[Side, Side]] = {"prefill": "decode", "decode": "prefill"}
 
@@ -77,6 +78,8 @@ class Ledger:
         self._waiting: dict[tuple[Side, str], int] = {}  # rows that only the other side has reported
         self._overdue: dict[int, int] = {}  # rows that are over for one side, and since when
         self._next_id = 1
+        self.complete_since = 0
+        """Changes after this version can be told whole; of older ones, ids of forgotten rows are missing."""
 
     def apply(self, engine_id: str, event: TransferEvent, *, simulated: bool = False) -> None:
         """Take one event that `engine_id` reported about its own request."""
@@ -88,7 +91,7 @@ class Ledger:
         row = self._join(row, event)
         self._index(row, engine_id, event)
         self._touch(row)
-        if row.live and event.step in ("received", "released"):
+        if row.live and not row.times_ns.keys().isdisjoint(_OVER_FOR_ONE_SIDE):
             self._overdue.setdefault(row.id, event.at_ns)
 
     def close_overdue(self, now_ns: int) -> None:
@@ -121,7 +124,10 @@ class Ledger:
         return [self._freeze(row) for row in self._sorted() if row.id not in skipped]
 
     def changes(self, since: int) -> tuple[list[Transfer], list[int]]:
-        """Return the rows that changed after version `since`, and the ids that were forgotten after it."""
+        """Return the rows that changed after version `since`, and the ids that were forgotten after it.
+
+        `since` must not lie before `complete_since`: who is that far behind needs a snapshot.
+        """
         changed: list[Row] = []
         for row in reversed(self._rows.values()):
             if row.version <= since:
@@ -140,8 +146,8 @@ class Ledger:
     def oldest_live_ns(self, engine_id: str) -> int | None:
         """Return when the engine's oldest live row was first seen."""
         tally = self.tallies.get(engine_id)
-        first = next(iter(tally.live), None) if tally else None
-        return None if first is None else self._rows[first].first_seen_ns
+        live = tally.live if tally else ()
+        return min((self._rows[row_id].first_seen_ns for row_id in live), default=None)
 
     def _find(self, engine_id: str, event: TransferEvent) -> Row:
         """Return the row that an event belongs to, making one if there is none."""
@@ -221,6 +227,8 @@ class Ledger:
 
     def _forget(self, row_id: int) -> None:
         self.version += 1
+        if len(self._forgotten) == self._forgotten.maxlen:
+            self.complete_since = self._forgotten[0][0]
         self._forgotten.append((self.version, row_id))
 
     def _tally(self, row: Row) -> None:

@@ -11,6 +11,7 @@ from kvtop.agents.model import LIVE_STAGES, Endpoint, Transfer
 ENDS: Final[tuple[Stage, ...]] = ("quarantined", "failed", "expired", "cancelled")
 """Ends other than `done`, the winner first: a transfer that failed in any way is never shown as done."""
 
+MAX_TOTAL: Final = (1 << 63) - 1
 _INITIATOR: Final[dict[Direction, Side]] = {"push": "prefill", "pull": "decode"}
 
 
@@ -215,5 +216,6 @@ def _latest(known: int | None, new: int | None) -> int | None:
 
 
 def _total(values: Iterable[int | None]) -> int | None:
+    """Return the sum of what is known, held within what the wire can carry whatever an engine reported."""
     known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    return max(-MAX_TOTAL, min(MAX_TOTAL, sum(known))) if known else None

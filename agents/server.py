@@ -150,7 +150,8 @@ class Agent:
             case TransferEvent():
                 self.ledger.apply(hello.engine_id, event, simulated=hello.simulated)
             case LatencySamples():
-                record.latency.add(event.at_ns, event.ttft_s, event.itl_s)
+                at_ns = min(event.at_ns, time.monotonic_ns())
+                record.latency.add(at_ns, event.ttft_s, event.itl_s)
             case EngineStats():
                 record.load = event
             case EngineStopping():
@@ -164,7 +165,7 @@ class Agent:
             record = self.instances.records.get(row.engine(side) or "")
             if record is not None:
                 window = record.sent if side == "prefill" else record.received
-                window.add(row.times_ns["done"], row.bytes)
+                window.add(min(row.times_ns["done"], time.monotonic_ns()), row.bytes)
 
     async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send a console what it asks for until it goes."""
@@ -175,6 +176,9 @@ class Agent:
                 if updates is not None:
                     updates.cancel()
                 updates = asyncio.create_task(self._update(writer, wanted))
+                updates.add_done_callback(lambda task: _close_if_failed(task, writer))
+            if updates is not None and wanted.interval_s is None:
+                await updates  # a script that asked once, and said that it asks no more
         finally:
             if updates is not None:
                 updates.cancel()
@@ -182,13 +186,22 @@ class Agent:
                     await updates
 
     async def _update(self, writer: asyncio.StreamWriter, wanted: Subscribe) -> None:
-        """Send a snapshot, then at each interval what changed. A slow console gets fewer, larger deltas."""
+        """Send a snapshot, then at each interval what changed. A slow console gets fewer, larger deltas.
+
+        One that fell so far behind that forgotten rows can no longer be named gets another snapshot.
+        """
         version = self.ledger.version
         snapshot = self.snapshot(max(0, wanted.finished))
         known = {instance.engine_id: instance for instance in snapshot.instances}
         await write_frame(writer, snapshot)
         while wanted.interval_s is not None:
             await asyncio.sleep(max(MIN_INTERVAL_S, wanted.interval_s))
+            if version < self.ledger.complete_since:
+                version = self.ledger.version
+                snapshot = self.snapshot(max(0, wanted.finished))
+                known = {instance.engine_id: instance for instance in snapshot.instances}
+                await write_frame(writer, snapshot)
+                continue
             changed, forgotten = self.ledger.changes(version)
             version = self.ledger.version
             instances = self.instances.freeze(time.monotonic_ns())
@@ -221,6 +234,12 @@ class Agent:
                 return
 
 
+def _close_if_failed(updates: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+    """End a conversation whose updates failed: a console must see that nothing comes any more."""
+    if not updates.cancelled() and updates.exception() is not None:
+        writer.close()
+
+
 def peer_uid(writer: asyncio.StreamWriter) -> int:
     """Return the uid of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
     connection = writer.get_extra_info("socket")
@@ -239,7 +258,8 @@ async def listen(agent: Agent, paths: RuntimePaths) -> list[asyncio.Server]:
                 logger.warning("uid %d may not use the %s socket", peer_uid(writer), role)
                 writer.close()
                 return
-            await agent.converse(reader, writer, role)
+            with contextlib.suppress(asyncio.CancelledError):  # at the agent's end, which asyncio would log
+                await agent.converse(reader, writer, role)
 
         return serve
 

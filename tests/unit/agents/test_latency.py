@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,14 @@ def test_a_histogram_counts_every_sample_once() -> None:
     sketch = window_of([0.0, 0.001, 0.02, 0.021, 5.0]).ttft
 
     assert histogram(sketch, [0.01, 0.1]) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+def test_what_is_no_duration_is_left_out(value: float) -> None:
+    sketch = window_of([0.5, value, 0.5]).ttft
+
+    assert sketch.count == 2
+    assert quantile(sketch, 0.5) == pytest.approx(0.5, rel=0.0101)
 
 
 def test_samples_leave_the_window_after_a_minute() -> None:

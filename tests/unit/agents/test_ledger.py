@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from kvtop.agents.events import Direction, Side, TransferEvent
 from kvtop.agents.latency import NS
 from kvtop.agents.ledger import Ledger
-from kvtop.agents.model import Transfer
+from kvtop.agents.model import LIVE_STAGES, Transfer
 
 P, D = "engine-p", "engine-d"
 P_ID, D_ID = "cmpl-x-0-0000aaaa", "cmpl-x-0-1111bbbb"
@@ -234,6 +236,54 @@ def test_a_row_whose_completion_was_lost_with_an_agent_is_closed_with_unknown_by
     row = only_row(ledger)
     assert (row.stage, row.bytes, row.ranks_done) == ("done", None, 0)
     assert ledger.tallies[mark[0]].done == 1
+
+
+def test_a_lost_completion_is_closed_also_where_the_two_sides_were_joined_after_the_arrival() -> None:
+    ledger = Ledger()
+    ledger.apply(P, of_request("of-p", "queued"))
+    for step in ("queued", "received"):
+        ledger.apply(D, TransferEvent(at_ns=2, side="decode", request_id="of-d", step=step))
+    match: dict[str, Any] = {"peer_engine_id": D, "peer_request_id": "of-d"}
+    ledger.apply(P, TransferEvent(at_ns=3, side="prefill", request_id="of-p", step="matched", **match))
+    assert only_row(ledger).stage == "matched"
+
+    ledger.close_overdue(60 * NS)
+
+    assert only_row(ledger).stage == "done"
+
+
+@given(interleaved(PUSH_P, PUSH_D), interleaved(PULL_P, PULL_D), st.integers(0, 20))
+def test_the_oldest_live_transfer_is_the_one_that_was_seen_first(one: Any, other: Any, upto: int) -> None:
+    later = [
+        (
+            e,
+            msgspec.structs.replace(
+                each,
+                request_id=f"{each.side}-2",
+                at_ns=each.at_ns + 15,
+                peer_request_id=each.peer_request_id and "prefill-2",
+            ),
+        )
+        for e, each in other
+    ]
+    mixed = [pair for both in zip_longest(one, later) for pair in both if pair]
+    ledger = ledger_of(mixed[:upto])
+    live = [row for row in ledger.snapshot(100) if row.stage in LIVE_STAGES]
+
+    for engine_id in (P, D):
+        mine = [
+            r.first_seen_ns
+            for r in live
+            if engine_id in (r.prefill and r.prefill.engine_id, r.decode and r.decode.engine_id)
+        ]
+        assert ledger.oldest_live_ns(engine_id) == min(mine, default=None)
+
+
+def test_sums_that_no_message_can_carry_are_held_within_what_one_can() -> None:
+    huge = {**FIGURES, "bytes": (1 << 63) - 1, "ranks_expected": 3}
+    row = only_row(ledger_of([of_p(9, "done", direction="push", rank=rank, **huge) for rank in range(3)]))
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=Transfer) == row
 
 
 def test_a_completion_in_time_is_not_closed_over() -> None:

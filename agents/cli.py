@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,8 @@ from kvtop.agents.wire import WireError
 
 EXIT_FAILED: Final = 1
 EXIT_NO_CONNECTION: Final = 3
+EXIT_BUG: Final = 70
+EXIT_INTERRUPTED: Final = 130
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -189,8 +193,22 @@ def _no_agent(paths: RuntimePaths, error: OSError) -> _Failure:
 
 
 def main() -> None:
-    """Run the command with this process's arguments."""
-    cli(prog_name="kvtop-agent")
+    """Run the command with this process's arguments, and end with the exit code that scripts look at."""
+    try:
+        code = cli(prog_name="kvtop-agent", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # e.g. `kvtop-agent transfers | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception:
+        traceback.print_exc()
+        click.echo("this is a bug in kvtop; please report it with the lines above", err=True)
+        code = EXIT_BUG
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -47,20 +48,22 @@ def as_json(report: Report, snapshot: Snapshot) -> str:
 def as_table(report: Report, snapshot: Snapshot) -> str:
     """Return a snapshot as plain text."""
     rows: dict[Report, Callable[[Snapshot], Table]] = {"status": _status, "transfers": _transfers}
-    console = Console(width=WIDTH, no_color=True, force_terminal=False)
+    console = Console(
+        width=WIDTH, no_color=True, force_terminal=False, markup=False, emoji=False, highlight=False
+    )
     with console.capture() as capture:
         console.print(rows[report](snapshot))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(line.rstrip() for line in capture.get().split("\n")).rstrip("\n")
 
 
 def _status(snapshot: Snapshot) -> Table:
     table = _table("INSTANCE | ROLE | MODE | STATE | RUN | WAIT | KV | DONE | FAILED | TTFT p50/p99 ms")
     for each in snapshot.instances:
         table.add_row(
-            f"{each.name} (simulated)" if each.simulated else each.name,
+            _printable(f"{each.name} (simulated)" if each.simulated else each.name),
             each.role,
             each.mode,
-            f"{each.state} ({each.state_reason})" if each.state_reason else each.state,
+            _printable(f"{each.state} ({each.state_reason})" if each.state_reason else each.state),
             _text(each.running),
             _text(each.waiting),
             UNKNOWN if each.kv_usage is None else f"{each.kv_usage:.0%}",
@@ -87,14 +90,14 @@ def _transfers(snapshot: Snapshot) -> Table:
             each.direction or UNKNOWN,
             f"{each.stage} (simulated)" if each.simulated else each.stage,
             f"{(now_ns - each.stage_since_ns) / 1e9:.1f}",
-            each.prefill.name if each.prefill else UNKNOWN,
-            each.decode.name if each.decode else UNKNOWN,
+            _printable(each.prefill.name) if each.prefill else UNKNOWN,
+            _printable(each.decode.name) if each.decode else UNKNOWN,
             _text(each.blocks),
             _text(each.bytes),
             _text(each.descriptors),
             UNKNOWN if each.post_us is None else f"{each.post_us:.0f}",
             UNKNOWN if each.wire_us is None else f"{each.wire_us:.0f}",
-            each.error or "",
+            _printable(each.error or ""),
         )
     return table
 
@@ -104,6 +107,11 @@ def _table(headings: str) -> Table:
     for heading in headings.split(" | "):
         table.add_column(heading, no_wrap=heading != "ERROR", overflow="fold")
     return table
+
+
+def _printable(text: str) -> str:
+    """Return `text` without control characters: names and errors come from outside, and reach a terminal."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) == "Cc" else c for c in text)
 
 
 def _text(value: int | None) -> str:

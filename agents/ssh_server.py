@@ -82,7 +82,10 @@ class _Gate(asyncssh.SSHServer):
 
 async def _run_command(paths: RuntimePaths, process: asyncssh.SSHServerProcess[bytes]) -> None:
     """Run one of the fixed commands for a client."""
-    wanted = " ".join(shlex.split(process.command)) if process.command else ""
+    try:
+        wanted = " ".join(shlex.split(process.command or ""))
+    except ValueError:  # an exception would end the whole connection, a console's beside it included
+        wanted = ""
     if wanted not in COMMANDS or process.get_terminal_type() is not None:
         offered = "; ".join(COMMANDS)
         process.stderr.write(f"this is no shell: it runs, without a terminal, {offered}\n".encode())
@@ -115,20 +118,26 @@ async def _bridge(path: Path, from_client: _Reader, to_client: _Writer) -> None:
     reader, writer = await asyncio.open_unix_connection(path)
 
     async def ask() -> None:
-        while chunk := await from_client.read(CHUNK_BYTES):
-            writer.write(chunk)
-            await writer.drain()
+        try:
+            while chunk := await from_client.read(CHUNK_BYTES):
+                writer.write(chunk)
+                await writer.drain()
+        finally:
+            writer.write_eof()  # the agent still answers what it was asked, and then ends the stream
 
     async def answer() -> None:
         while chunk := await reader.read(CHUNK_BYTES):
             to_client.write(chunk)
             await to_client.drain()
 
-    copies = {asyncio.create_task(ask()), asyncio.create_task(answer())}
-    _, pending = await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    writer.close()
+    asking = asyncio.create_task(ask())
+    try:
+        await answer()
+    finally:
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError, asyncssh.Error):
+            await asking
+        writer.close()
 
 
 def _host_key(path: Path) -> asyncssh.SSHKey:

@@ -15,7 +15,7 @@ CHUNK_BYTES: Final = 1 << 16
 
 
 async def bridge(path: Path) -> None:
-    """Copy bytes both ways until either side ends.
+    """Copy bytes both ways until the agent ends the stream, which it does once its peer asks no more.
 
     Raises:
         FileNotFoundError, ConnectionRefusedError: no agent listens there.
@@ -26,16 +26,19 @@ async def bridge(path: Path) -> None:
     from_peer = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(from_peer), sys.stdin.buffer)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
+    transport.set_write_buffer_limits(0)  # what was drained has left this process
     to_peer = asyncio.StreamWriter(transport, protocol, None, loop)
-    copies = {
-        asyncio.create_task(_copy(from_peer, to_agent)),
-        asyncio.create_task(_copy(from_agent, to_peer)),
-    }
-    _, pending = await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
+    asking = asyncio.create_task(_ask(from_peer, to_agent))
+    await _copy(from_agent, to_peer)
+    asking.cancel()
     for writer in (to_agent, to_peer):
         writer.close()
+
+
+async def _ask(from_peer: asyncio.StreamReader, to_agent: asyncio.StreamWriter) -> None:
+    await _copy(from_peer, to_agent)
+    with contextlib.suppress(OSError):
+        to_agent.write_eof()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

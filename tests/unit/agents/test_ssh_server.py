@@ -13,9 +13,11 @@ import asyncssh
 import pytest
 
 from kvtop.agents.client import AgentConnection
+from kvtop.agents.model import ClientHello, Subscribe
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
 from kvtop.agents.ssh_server import serve_ssh
+from kvtop.agents.wire import WIRE_VERSION, encode_frame
 from tests.support.agent import runtime_folder
 
 
@@ -83,6 +85,22 @@ async def test_a_client_without_forwarding_reaches_the_agent_through_stdio(door:
             assert agent.welcome.role == "operate"
 
 
+async def test_a_question_is_answered_also_when_its_end_follows_at_once(door: Door) -> None:
+    question = encode_frame(ClientHello(WIRE_VERSION, "a test")) + encode_frame(Subscribe())
+    async with door.open(), door.enter() as ssh:
+        result = await asyncio.wait_for(ssh.run("kvtop-agent stdio", input=question, encoding=None), 10)
+
+    assert b"snapshot" in result.stdout
+
+
+async def test_a_wrong_command_does_not_end_a_conversation_beside_it(door: Door) -> None:
+    async with door.open(), door.enter() as ssh:
+        reader, writer = await ssh.open_unix_connection("view.sock", encoding=None)
+        async with AgentConnection(reader, writer) as agent:
+            await ssh.run("kvtop-agent 'status", stdin=asyncssh.DEVNULL)
+            assert (await agent.snapshot()).instances == []
+
+
 @pytest.mark.parametrize("report", ["status", "transfers"])
 async def test_a_script_gets_its_report(door: Door, report: str) -> None:
     async with door.open(), door.enter() as ssh:
@@ -111,7 +129,15 @@ async def test_who_has_no_known_key_stays_outside(door: Door, options: dict[str,
 
 @pytest.mark.parametrize(
     "command",
-    ["id", "kvtop-agent", "kvtop-agent run", "kvtop-agent stdio; id", "sh -c 'kvtop-agent status'", None],
+    [
+        "id",
+        "kvtop-agent 'status",
+        "kvtop-agent",
+        "kvtop-agent run",
+        "kvtop-agent stdio; id",
+        "sh -c 'kvtop-agent status'",
+        None,
+    ],
 )
 async def test_there_is_no_shell_and_no_other_command(door: Door, command: str | None) -> None:
     async with door.open(), door.enter() as ssh:

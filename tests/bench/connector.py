@@ -1,0 +1,90 @@
+"""What kvtop's connector costs a request: the same prompts to a pair with it and to one with vLLM's own.
+
+Both pairs stay up, and one is stopped (SIGSTOP) while the other is measured: vLLM's own NIXL agents spin a
+core each, which on few cores would be counted against whoever else runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+from collections.abc import Iterator
+
+import psutil
+
+from kvtop.console.demo.load import Prompt
+from kvtop.console.demo.model import make_model
+from kvtop.console.demo.processes import Processes
+from tests.bench.paired import Ratio, ratio
+from tests.support.pair import RunningPair, complete_all, start_in
+
+PAIRS = 60
+IN_FLIGHT = (1, 4)
+SEED = 1
+
+
+def measure() -> Iterator[Ratio]:
+    """Yield the ratio of TTFT through the router, kvtop's push to stock push, by requests in flight."""
+    with Processes() as processes:
+        model = make_model(processes.folder / "model")
+        ours = Contender(start_in(processes, "kvtop-push", model, prefix="kvtop-"))
+        theirs = Contender(start_in(processes, "stock-push", model, prefix="stock-"))
+        for in_flight in IN_FLIGHT:
+            yield ratio(
+                f"TTFT of KvtopConnector / NixlPushConnector, push, {in_flight} in flight",
+                lambda: ours.answer(in_flight),  # noqa: B023 - called before the next turn
+                lambda: theirs.answer(in_flight),  # noqa: B023
+                pairs=PAIRS,
+            )
+        ours.wake()
+        theirs.wake()
+
+
+class Contender:
+    """A pair that rests but while it answers."""
+
+    def __init__(self, pair: RunningPair) -> None:
+        self._url = pair.url
+        self._prompts = prompts()
+        ports = {str(server.port) for server in pair.pair.servers}
+        servers = [each for each in psutil.process_iter() if ports & set(command_of(each))]
+        self._processes = [
+            process for server in servers for process in (server, *server.children(recursive=True))
+        ]
+        self.rest()
+
+    def rest(self) -> None:
+        """Take no processor."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Go on."""
+        self._signal(signal.SIGCONT)
+
+    def answer(self, in_flight: int) -> None:
+        """Answer the next prompts, all at once, with one token each."""
+        self.wake()
+        complete_all(self._url, list(itertools.islice(self._prompts, in_flight)), in_flight=in_flight)
+        self.rest()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line if it is a vLLM server's."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return []
+    return command if "vllm.entrypoints.openai.api_server" in command else []
+
+
+def prompts() -> Iterator[Prompt]:
+    """Yield prompts of 1,000 tokens that share no beginning; every call yields the same ones."""
+    rng = random.Random(SEED)
+    for number in itertools.count():
+        words = " ".join(f"{rng.getrandbits(32):x}" for _ in range(130))
+        yield Prompt(f"{number:x} {words}"[:1000], 1)

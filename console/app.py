@@ -6,6 +6,9 @@ screen on top shows both; other screens catch up when they come on top.
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING, cast
+
 from textual.app import App
 from textual.message import Message
 
@@ -17,16 +20,26 @@ from kvtop.console.fleet.feed import Feed
 from kvtop.console.fleet.state import FleetState
 from kvtop.console.screens.fleet import FleetScreen
 from kvtop.console.screens.live import LiveScreen
-from kvtop.console.screens.transfers import TransfersScreen
 from kvtop.console.theming import DEFAULT_THEME
+
+if TYPE_CHECKING:
+    from kvtop.console.screens.transfers import TransfersScreen
+
+
+def _transfers_screen() -> TransfersScreen:
+    from kvtop.console.screens.transfers import TransfersScreen  # noqa: PLC0415 - behind the first frame
+
+    return TransfersScreen()
 
 
 class KvtopApp(App[int]):
     """kvtop's screens on one feed. Exits with kvtop's exit code."""
 
     TITLE = "kvtop"
+    CSS_PATH = [f"screens/{name}.tcss" for name in ("live", "fleet", "transfers", "help")]  # noqa: RUF012
+    """All at once: a stylesheet that a screen brings along has the whole of it read again."""
     BINDINGS = bindings("app")
-    MODES = {"fleet": FleetScreen, "transfers": TransfersScreen}  # noqa: RUF012 - textual's class variable
+    MODES = {"fleet": FleetScreen, "transfers": _transfers_screen}  # noqa: RUF012 - textual's class variable
     DEFAULT_MODE = "fleet"
 
     class FleetChanged(Message):
@@ -93,6 +106,8 @@ class KvtopApp(App[int]):
         self.call_after_refresh(self._start)
 
     def _start(self) -> None:
+        gc.freeze()
+        gc.enable()
         if not self._theme_names:
             self._register_themes()
         self.run_worker(self._follow(), group="feed", exit_on_error=True)
@@ -127,16 +142,22 @@ class KvtopApp(App[int]):
 
     def show_fleet(self) -> None:
         """Show the present state on the screen on top."""
-        if isinstance(self.screen, LiveScreen) and self.screen.is_mounted:
-            self.screen.show(self.fleet, self._now(), paused=self.paused_at is not None)
+        if (screen := self._top()) is not None:
+            screen.show(self.fleet, self._now(), paused=self.paused_at is not None)
 
     def on_live_screen_came_up(self) -> None:
         """Bring the screen that came on top up to date."""
         self.show_fleet()
 
     def _advance(self) -> None:
-        if isinstance(self.screen, LiveScreen) and self.screen.is_mounted:
-            self.screen.advance(self.fleet, self._now(), paused=self.paused_at is not None)
+        if (screen := self._top()) is not None:
+            screen.advance(self.fleet, self._now(), paused=self.paused_at is not None)
+
+    def _top(self) -> LiveScreen | None:
+        """Return the screen on top if it shows the fleet; None also while the app begins or ends."""
+        stack = self.screen_stack
+        top = stack[-1] if stack else None
+        return top if isinstance(top, LiveScreen) and top.is_mounted else None
 
     def _now(self) -> Moment:
         return self.paused_at or self.clock.now()
@@ -157,8 +178,7 @@ class KvtopApp(App[int]):
     async def on_fleet_screen_drilled(self, message: FleetScreen.Drilled) -> None:
         """Show the transfers of the row that was opened."""
         await self.action_mode("transfers")
-        if isinstance(self.screen, TransfersScreen):
-            self.screen.show_only(message.limit)
+        cast("TransfersScreen", self.screen).show_only(message.limit)
 
     async def action_back(self) -> None:
         """Undo the latest step on the screen on top."""

@@ -6,6 +6,7 @@ Nothing here imports textual or asyncssh before a command needs it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -82,6 +83,7 @@ def console(hosts: tuple[str, ...], theme: str | None, interval_s: float, **conn
     targets = _targets(hosts)
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise click.UsageError("the console needs a terminal; `kvtop status` prints once")
+    gc.disable()  # what is made before the first frame stays; the app turns it on again behind that frame
     from kvtop.console.terminal import run_terminal  # noqa: PLC0415 - textual is for this command only
 
     return run_terminal(targets, dial_options(**connection), theme=theme, interval_s=interval_s)

@@ -59,6 +59,11 @@ class NodeState(msgspec.Struct, frozen=True):
         """Return how long ago the node's stamp was, in seconds."""
         return None if stamp_ns is None else (self.now_ns(now) - stamp_ns) / 1e9
 
+    @property
+    def wall_offset_ns(self) -> int:
+        """What to add to a stamp of this node to compare it with other nodes' stamps."""
+        return self.node.clock.wall_ns - self.node.clock.monotonic_ns if self.node else 0
+
     def wall_s(self, stamp_ns: int) -> float:
         """Return the node's stamp as Unix time of the node's own wall clock."""
         if self.node is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from textual.containers import Horizontal
 from textual.message import Message
 from textual.widget import Widget
 
@@ -15,11 +14,11 @@ from kvtop.console.fleet.state import FleetState
 from kvtop.console.screens.table import TableScreen
 from kvtop.console.views.fleet_columns import COLUMNS, fleet_table
 from kvtop.console.views.fleet_rows import FleetRow, fleet_rows
-from kvtop.console.views.histogram import Scope, histogram
-from kvtop.console.views.table import Table
+from kvtop.console.views.histogram import Scope, histogram, side_by_side
+from kvtop.console.views.table import Cell, Table
 from kvtop.console.views.transfer_rows import Limit
 from kvtop.console.widgets.grid import Grid
-from kvtop.console.widgets.lines import Draw, Lines
+from kvtop.console.widgets.lines import Lines
 
 
 class FleetScreen(TableScreen[FleetRow]):
@@ -33,13 +32,12 @@ class FleetScreen(TableScreen[FleetRow]):
             self.limit = limit
 
     NAME = "Fleet"
-    CSS_PATH = "fleet.tcss"
 
     def body(self) -> list[Widget]:
         """Return the table and the two histograms."""
         return [
             Grid(fleet_table(FleetState()), id="instances"),
-            Horizontal(Lines(id="ttft"), Lines(id="itl"), id="latency"),
+            Lines(id="latency"),
         ]
 
     def table(self) -> Table[FleetRow]:
@@ -58,18 +56,22 @@ class FleetScreen(TableScreen[FleetRow]):
     def show_latency(self) -> None:
         """Show the histograms of the chosen row's scope."""
         chosen = self.scope()
-        for which in ("ttft", "itl"):
-            self.query_one(f"#{which}", Lines).show(_histogram(chosen, which))
+        self.query_one("#latency", Lines).show(
+            lambda width, height: side_by_side(
+                _histogram(chosen, "ttft", width // 2, height),
+                _histogram(chosen, "itl", width - width // 2, height),
+            )
+        )
 
     def scope(self) -> Figures:
         """Return the figures of the row under the cursor, of the fleet where there is none."""
-        rows = self.rows()
+        rows = self.shown or self.rows()
         chosen = next((row for row in rows if row.key == self.grid.cursor), rows[0])
         return chosen.figures
 
     def on_grid_opened(self, message: Grid.Opened) -> None:
         """Ask for the transfers of the chosen instance, node or fleet."""
-        row = next((row for row in self.rows() if row.key == message.key), None)
+        row = next((row for row in self.shown if row.key == message.key), None)
         if row is not None:
             self.post_message(self.Drilled(drill(row)))
 
@@ -87,9 +89,11 @@ def drill(row: FleetRow) -> Limit | None:
     return Limit(row.instance.name, row.node.target, row.instance.engine_id)
 
 
-def _histogram(figures: Figures, which: Literal["ttft", "itl"]) -> Draw:
+def _histogram(
+    figures: Figures, which: Literal["ttft", "itl"], width: int, height: int
+) -> list[tuple[Cell, ...]]:
     latency = figures.latency
     why_empty = "" if figures.heard else "no agent is connected"
     scope = Scope(which.upper(), figures.label, latency.window_s if latency else None, why_empty)
     sketch = getattr(latency, which) if latency else None
-    return lambda width, height: histogram(sketch, scope, width, height)
+    return histogram(sketch, scope, width - 1, height)

@@ -13,8 +13,6 @@ from kvtop.console.widgets.scroll import Scroll
 class HelpScreen(Screen[None]):
     """Generated from the action registry and the tables' columns; Esc or ? closes it."""
 
-    CSS_PATH = "help.tcss"
-
     def compose(self) -> ComposeResult:
         """Lay out the text in a scroll."""
         with Scroll(id="help") as box:

@@ -24,7 +24,6 @@ class LiveScreen(Screen[None]):
 
     NAME: ClassVar[str] = ""
     """Its name in the header."""
-    CSS_PATH = "live.tcss"
     AUTO_FOCUS = "Grid"
 
     def compose(self) -> ComposeResult:

@@ -23,6 +23,7 @@ class TableScreen(LiveScreen, Generic[RowT]):
         self.sort: Sort | None = None
         self.fleet = FleetState()
         self.now = Moment(0.0, 0.0)
+        self.shown: Sequence[RowT] = ()
 
     def table(self) -> Table[RowT]:
         """Return the table for the present values."""
@@ -55,7 +56,8 @@ class TableScreen(LiveScreen, Generic[RowT]):
 
     def show_table(self) -> None:
         """Show the rows of the present values in the present order."""
-        self.grid.show(self.table(), self.rows(), self.now, self.sort, self.empty())
+        self.shown = self.rows()
+        self.grid.show(self.table(), self.shown, self.now, self.sort, self.empty())
 
     def action_sort(self) -> None:
         """Order by the next column that is shown."""

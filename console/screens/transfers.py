@@ -12,7 +12,7 @@ from kvtop.console.screens.table import TableScreen
 from kvtop.console.screens.transfer import TransferScreen
 from kvtop.console.views.table import Cell, Table
 from kvtop.console.views.transfer_columns import COLUMNS, transfer_table
-from kvtop.console.views.transfer_rows import Limit, TransferRow, empty_lines, summary, transfer_rows
+from kvtop.console.views.transfer_rows import Limit, TransferRow, backlog, empty_lines, summary, transfer_rows
 from kvtop.console.widgets.grid import Grid
 from kvtop.console.widgets.lines import Lines
 
@@ -21,7 +21,6 @@ class TransfersScreen(TableScreen[TransferRow]):
     """All transfers, live ones first; Enter opens one."""
 
     NAME = "Transfers"
-    CSS_PATH = "transfers.tcss"
 
     def body(self) -> list[Widget]:
         """Return the summary line and the table."""
@@ -30,10 +29,12 @@ class TransfersScreen(TableScreen[TransferRow]):
     def __init__(self) -> None:
         super().__init__()
         self.limit: Limit | None = None
+        self.counts = backlog(FleetState())
 
     def show_only(self, limit: Limit | None) -> None:
         """Show the transfers within the limit; Esc shows all again."""
         self.limit = limit
+        self.counts = backlog(self.fleet, limit)
         self.grid.clear_cursor()
         self.show_header(self.fleet, self.now, paused=False)
         self.show_table()
@@ -59,11 +60,16 @@ class TransfersScreen(TableScreen[TransferRow]):
     def show_header(self, fleet: FleetState, now: Moment, *, paused: bool) -> None:
         """Show the header and what waits."""
         super().show_header(fleet, now, paused=paused)
-        limit = self.limit
-        self.query_one("#summary", Lines).show(lambda _width, _height: [summary(fleet, now, limit)])
+        counts, limit = self.counts, self.limit
+        self.query_one("#summary", Lines).show(lambda _width, _height: [summary(counts, now, limit)])
+
+    def show(self, fleet: FleetState, now: Moment, *, paused: bool) -> None:
+        """Show new values."""
+        self.counts = backlog(fleet, self.limit)
+        super().show(fleet, now, paused=paused)
 
     def on_grid_opened(self, message: Grid.Opened) -> None:
         """Open the chosen transfer's own screen."""
-        row = next((row for row in self.rows() if row.key == message.key), None)
+        row = next((row for row in self.shown if row.key == message.key), None)
         if row is not None:
             self.app.push_screen(TransferScreen(row))

@@ -58,6 +58,13 @@ def histogram(sketch: Sketch | None, scope: Scope, width: int, height: int) -> l
     return [filled(line, width) for line in lines[:height]]
 
 
+def side_by_side(
+    left: Sequence[tuple[Cell, ...]], right: Sequence[tuple[Cell, ...]]
+) -> list[tuple[Cell, ...]]:
+    """Return two blocks of equally many lines as one, a cell apart."""
+    return [(*a, Cell(" "), *b) for a, b in zip(left, right, strict=True)]
+
+
 def _no_sample(scope: Scope) -> str:
     if scope.why_empty:
         return scope.why_empty

@@ -206,13 +206,17 @@ def ordered(
     rows: Sequence[RowT], sort: Sort | None, columns: Sequence[Column[RowT]], now: Moment
 ) -> list[RowT]:
     """Return `rows` in the order of `sort`; equal rows keep their order, unknown ones come last."""
-    key = next((c.sort_key for c in columns if sort and c.id == sort.column), None)
+    key = next((column.sort_key for column in columns if sort and column.id == sort.column), None)
     if sort is None or key is None:
         return list(rows)
-    pairs = [(key(row, now), row) for row in rows]
-    known = [(value, row) for value, row in pairs if value is not None]
-    known.sort(key=lambda pair: pair[0], reverse=sort.descending)
-    return [row for _, row in known] + [row for value, row in pairs if value is None]
+    keys = [key(row, now) for row in rows]
+    known: Sequence[int] = range(len(keys))
+    unknown: Sequence[RowT] = ()
+    if None in keys:
+        known = [index for index, value in enumerate(keys) if value is not None]
+        unknown = [row for row, value in zip(rows, keys, strict=True) if value is None]
+    order = sorted(known, key=keys.__getitem__, reverse=sort.descending)  # type: ignore[arg-type]
+    return [*map(rows.__getitem__, order), *unknown]
 
 
 def plain_lines(table: Table[RowT], rows: Sequence[RowT], now: Moment) -> list[str]:

@@ -24,8 +24,8 @@ from kvtop.console.views.transfer_rows import (
 _ORDER = {stage: float(number) for number, stage in enumerate(STAGE_MARKS)}
 
 
-def _age_key(row: TransferRow, now: Moment) -> float:
-    return row.node.age_s(row.transfer.stage_since_ns, now) or 0.0
+def _age_key(row: TransferRow, _now: Moment) -> float:
+    return -row.transfer.stage_since_ns - row.node.wall_offset_ns
 
 
 def _tone(row: TransferRow, tone: Tone = "") -> Tone:
@@ -39,7 +39,7 @@ def _stage(row: TransferRow, _now: Moment) -> Cell:
 
 
 def _age(row: TransferRow, now: Moment) -> Cell:
-    seconds = _age_key(row, now)
+    seconds = row.node.age_s(row.transfer.stage_since_ns, now) or 0.0
     if is_live(row.transfer) and seconds >= STUCK_S:
         return Cell(f"{fmt.age(seconds)}!", _tone(row, "warn"))
     return Cell(fmt.age(seconds), _tone(row))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvtop.agents.events import Stage
@@ -78,43 +79,72 @@ def transfer_rows(
     ended: list[TransferRow] = []
     for node in fleet.nodes:
         for transfer in node.transfers.values():
-            if limit is not None and not limit.takes(node, transfer):
-                continue
-            (live if is_live(transfer) else ended).append(TransferRow(node, transfer))
+            if limit is None or limit.takes(node, transfer):
+                (live if transfer.stage in LIVE_STAGES else ended).append(TransferRow(node, transfer))
     if sort is None:
-        live.sort(key=lambda row: -(row.node.age_s(row.transfer.first_seen_ns, now) or 0.0))
-        ended.sort(key=lambda row: row.node.age_s(row.transfer.stage_since_ns, now) or 0.0)
-        return live + ended
+        return _by(live, [row.transfer.first_seen_ns + row.node.wall_offset_ns for row in live]) + _by(
+            ended, [-row.transfer.stage_since_ns - row.node.wall_offset_ns for row in ended]
+        )
     return ordered(live, sort, columns, now) + ordered(ended, sort, columns, now)
 
 
-def summary(fleet: FleetState, now: Moment, limit: Limit | None = None) -> tuple[Cell, ...]:
-    """Return the line above the table: the two queues that wait for each other, and live ones by stage."""
+def _by(rows: list[TransferRow], keys: list[int]) -> list[TransferRow]:
+    return [rows[index] for index in sorted(range(len(rows)), key=keys.__getitem__)]
+
+
+class Backlog(NamedTuple):
+    """How many transfers are in which stage, and which of them wait for their other half."""
+
+    depths: Counter[Stage]
+    waiting: dict[str, list[Waiting]]
+    """By what they wait for: blocks for a registration, or a registration for blocks. Push only."""
+
+
+class Waiting(NamedTuple):
+    """One node's transfers that wait for their other half."""
+
+    node: NodeState
+    transfers: int
+    oldest_ns: int
+
+
+_WAITS: dict[Stage, str] = {
+    "queued": "blocks awaiting registration",
+    "registered": "registered, awaiting blocks",
+}
+
+
+def backlog(fleet: FleetState, limit: Limit | None = None) -> Backlog:
+    """Count the transfers within the limit."""
     depths: Counter[Stage] = Counter()
-    blocks_wait: list[float] = []
-    registrations_wait: list[float] = []
-    ended = 0
+    waiting: dict[str, list[Waiting]] = {}
     for node in fleet.nodes:
-        for transfer in node.transfers.values():
-            if limit is not None and not limit.takes(node, transfer):
-                continue
-            depths[transfer.stage] += 1
-            ended += not is_live(transfer)
-            if transfer.direction != "pull" and transfer.stage in ("queued", "registered"):
-                age_s = node.age_s(transfer.stage_since_ns, now) or 0.0
-                (blocks_wait if transfer.stage == "queued" else registrations_wait).append(age_s)
+        of_node = [t for t in node.transfers.values() if limit is None or limit.takes(node, t)]
+        stages = Counter(map(attrgetter("stage"), of_node))
+        depths += stages
+        for stage, text in _WAITS.items():
+            if stages[stage]:
+                stamps = [t.stage_since_ns for t in of_node if t.stage == stage and t.direction != "pull"]
+                if stamps:
+                    waiting.setdefault(text, []).append(Waiting(node, len(stamps), min(stamps)))
+    return Backlog(depths, waiting)
+
+
+def summary(of: Backlog, now: Moment, limit: Limit | None = None) -> tuple[Cell, ...]:
+    """Return the line above the table: the two queues that wait for each other, and live ones by stage."""
     cells = [Cell(f"only {limit.label} (Esc: all) · ", "warn")] if limit else []
-    cells.append(Cell(f"live {sum(depths[stage] for stage in LIVE_STAGES)}", "strong"))
-    for waiting, text in (
-        (blocks_wait, "blocks awaiting registration"),
-        (registrations_wait, "registered, awaiting blocks"),
-    ):
-        if waiting and max(waiting) >= WAITING_S:
-            tone: Tone = "warn" if max(waiting) >= STUCK_S else ""
-            cells.append(Cell(f" · {text}: {len(waiting)} (oldest {fmt.age(max(waiting))})", tone))
-    present = [stage for stage in LIVE_STAGES if depths[stage]]
-    cells += [Cell(f" · {STAGE_MARKS[stage].text} {stage} {depths[stage]}", "accent") for stage in present]
-    cells.append(Cell(f" · finished {ended}", "muted"))
+    live = sum(of.depths[stage] for stage in LIVE_STAGES)
+    cells.append(Cell(f"live {live}", "strong"))
+    for text, nodes in of.waiting.items():
+        oldest_s = max(each.node.age_s(each.oldest_ns, now) or 0.0 for each in nodes)
+        if oldest_s >= WAITING_S:
+            tone: Tone = "warn" if oldest_s >= STUCK_S else ""
+            cells.append(
+                Cell(f" · {text}: {sum(each.transfers for each in nodes)} (oldest {fmt.age(oldest_s)})", tone)
+            )
+    present = [stage for stage in LIVE_STAGES if of.depths[stage]]
+    cells += [Cell(f" · {STAGE_MARKS[stage].text} {stage} {of.depths[stage]}", "accent") for stage in present]
+    cells.append(Cell(f" · finished {of.depths.total() - live}", "muted"))
     return tuple(cells)
 
 

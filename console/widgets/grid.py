@@ -158,18 +158,24 @@ class Grid(Toned, ScrollView, Generic[RowT], can_focus=True, inherit_bindings=Fa
         """Find the cursor's row among the new ones; where it is gone, its neighbour takes over."""
         if self._cursor is None:
             return
-        key, rows = self._table.key, self._rows
-        if self._cursor_index < len(rows) and key(rows[self._cursor_index]) == self._cursor:
-            return
-        for index, row in enumerate(rows):
-            if key(row) == self._cursor:
-                self._cursor_index = index
-                self._scroll_to_cursor()
-                return
-        if not rows:
+        if not self._rows:
             self.clear_cursor()
             return
-        self._put_cursor(self._cursor_index)
+        found = self._find(self._cursor)
+        if found is None:
+            self._put_cursor(self._cursor_index)
+        elif found != self._cursor_index:
+            self._cursor_index = found
+            self._scroll_to_cursor()
+
+    def _find(self, wanted: Hashable) -> int | None:
+        """Return where the row of that key is, searched outwards from where it was: it seldom moves far."""
+        key, rows, start = self._table.key, self._rows, self._cursor_index
+        for distance in range(max(start, len(rows) - 1 - start) + 1):
+            for index in {start - distance, start + distance}:
+                if 0 <= index < len(rows) and key(rows[index]) == wanted:
+                    return index
+        return None
 
     def _scroll_to_cursor(self) -> None:
         page = self.size.height - HEADER_LINES

@@ -12,7 +12,7 @@ from kvtop.console.views.header import header, notices
 from kvtop.console.views.help import help_lines
 from kvtop.console.views.histogram import Scope, histogram
 from kvtop.console.views.table import Cell, Sort, plain_lines
-from kvtop.console.views.transfer_rows import TransferRow, empty_lines, summary, transfer_rows
+from kvtop.console.views.transfer_rows import TransferRow, backlog, empty_lines, summary, transfer_rows
 from tests.unit.console.samples import (
     NODE_NOW_NS,
     NOW,
@@ -157,7 +157,7 @@ def test_a_failure_shows_its_class_and_text() -> None:
 
 def test_the_summary_names_the_two_queues_that_wait_for_each_other() -> None:
     rows = [transfer(1, "queued", 4), transfer(2, "queued", 11), transfer(3, "registered", 2)]
-    line = text(summary(FleetState([node("p01", [instance()], rows)]), NOW))
+    line = text(summary(backlog(FleetState([node("p01", [instance()], rows)])), NOW))
     assert line.startswith("live 3")
     assert "blocks awaiting registration: 2 (oldest 11s)" in line
     assert "registered, awaiting blocks: 1 (oldest 2s)" in line

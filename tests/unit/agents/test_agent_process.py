@@ -217,7 +217,7 @@ def test_a_client_may_not_pose_as_an_engine_or_the_reverse(busy_paths: RuntimePa
     assert "cannot be decoded" in refusal_in(send_raw(busy_paths.view, encode_frame(hello()))).reason
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["ingest", "view", "operate"]),
     st.booleans(),
@@ -233,7 +233,7 @@ def test_no_bytes_kill_the_agent(
     assert agent_pid(busy_paths) is not None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_well_formed_event_kills_the_agent(busy_paths: RuntimePaths, data: st.DataObject) -> None:
     events = data.draw(

@@ -59,8 +59,14 @@ class AgentConversation:
             with self._errors():
                 await self._agent.open()
         except ConnectError as error:
-            if error.kind == "lost" and self._channel.explain is not None:
+            if self._channel.explain is None:
+                raise
+            if error.kind == "lost":
                 raise await self._channel.explain() from error
+            if error.kind == "protocol":
+                what = "the login there answers `kvtop-agent stdio` with other text"
+                remedy = "is it an account without a shell, or does its profile print something?"
+                raise ConnectError(self._target.label, "protocol", what, remedy) from error
             raise
 
     async def snapshot(self) -> Snapshot:

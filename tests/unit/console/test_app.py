@@ -237,6 +237,14 @@ async def test_a_click_on_a_title_sorts_by_it_and_another_turns_the_order() -> N
         assert ["3.00kB" in line for line in seen.lines[3:6]] == [False, False, True]
 
 
+async def test_a_click_on_a_key_in_the_footer_presses_it() -> None:
+    async with console(small_fleet()) as seen:
+        x = seen.lines[-1].index("Transfers")
+        await seen.pilot.click("#keys", offset=(x, 0))
+        await seen.pilot.pause()
+        assert "live 2 · " in seen.lines[1]
+
+
 # Detail, help, pause, theme
 
 

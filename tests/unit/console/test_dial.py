@@ -302,6 +302,20 @@ async def test_a_host_whose_agent_does_not_run(tmp_path: Path) -> None:
         has(error, "no-agent", "no agent answers on /run/user/7/kvtop", "kvtop-agent run")
 
 
+async def test_a_login_that_prints_text_instead_of_running_the_command(tmp_path: Path) -> None:
+    def nologin(process: asyncssh.SSHServerProcess[bytes]) -> None:
+        process.stdout.write(b"This account is currently not available.\n")
+        process.exit(1)
+
+    async with sshd(tmp_path, execute=nologin) as server:
+        has(
+            await refusal(server.target, server.options()),
+            "protocol",
+            "other text",
+            "account without a shell",
+        )
+
+
 async def test_an_agent_socket_that_is_not_there(tmp_path: Path) -> None:
     async with sshd(tmp_path) as server:
         error = await refusal(server.target, server.options(agent_socket="/nowhere/s"))

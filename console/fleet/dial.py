@@ -36,8 +36,8 @@ class Channel(msgspec.Struct, frozen=True):
     close: Callable[[], None]
     breaks_with: tuple[type[Exception], ...] = ()
     """What the transport raises when it breaks, beside OSError."""
-    explain: Callable[[], Awaitable[ConnectError]] | None = None
-    """Where the stream comes from a command: says why that ended."""
+    explain: Callable[[ConnectError], Awaitable[ConnectError]] | None = None
+    """Where the stream comes from a command: says why that did not do what it should."""
 
 
 class AgentConversation:
@@ -59,14 +59,8 @@ class AgentConversation:
             with self._errors():
                 await self._agent.open()
         except ConnectError as error:
-            if self._channel.explain is None:
-                raise
-            if error.kind == "lost":
-                raise await self._channel.explain() from error
-            if error.kind == "protocol":
-                what = "the login there answers `kvtop-agent stdio` with other text"
-                remedy = "is it an account without a shell, or does its profile print something?"
-                raise ConnectError(self._target.label, "protocol", what, remedy) from error
+            if self._channel.explain is not None and error.kind in ("lost", "protocol"):
+                raise await self._channel.explain(error) from error
             raise
 
     async def snapshot(self) -> Snapshot:

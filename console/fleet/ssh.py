@@ -137,7 +137,14 @@ async def _reach_by_command(target: SshTarget, connection: asyncssh.SSHClientCon
             "start an agent there, or allow AllowStreamLocalForwarding",
         ) from error
 
-    async def explain() -> ConnectError:
+    async def explain(error: ConnectError) -> ConnectError:
+        if error.kind == "protocol" or await process.stdout.read():
+            return ConnectError(
+                target.label,
+                "protocol",
+                f"the login there answers `{STDIO_COMMAND}` with other text",
+                "is it an account without a shell, or does its profile print something?",
+            )
         text = bytes(await process.stderr.read()).decode("utf-8", "replace").strip()
         await process.wait()
         if process.exit_status == _NOT_FOUND:

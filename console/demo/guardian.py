@@ -23,9 +23,13 @@ from typing import Any, Final, NoReturn
 import psutil
 
 PR_SET_CHILD_SUBREAPER: Final = 36
-TERM_GRACE_S: Final = 10.0
+TERM_GRACE_S: Final = 5.0
 """How long a process may take to end in order before it is killed."""
 KILL_GRACE_S: Final = 10.0
+"""How long what was killed may take to go."""
+SELF_ENDING: Final = "multiprocessing.resource_tracker"
+"""Python's trackers remove the semaphores and shared memory of processes that were killed, and then end by
+themselves: they are not killed."""
 LONGEST_PARENT: Final = 40
 """Longest path in which the folder is made: Unix socket paths below it must stay under 108 bytes."""
 
@@ -107,9 +111,11 @@ class Guardian:
                 asked.update(child.pid for child in fresh)
                 _signal(fresh, signal.SIGTERM)
             else:
-                _signal([*children, *(each for child in children for each in _below(child))], signal.SIGKILL)
+                below = (each for child in children for each in _below(child))
+                doomed = [each for each in (*children, *below) if SELF_ENDING not in _command_line(each)]
+                _signal(doomed, signal.SIGKILL)
             time.sleep(0.02)
-        return [" ".join(_command_line(child)) for child in _children() if child not in spared]
+        return [_command_line(child) for child in _children() if child not in spared]
 
 
 def _children() -> list[psutil.Process]:
@@ -124,11 +130,11 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _command_line(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> str:
     try:
-        return process.cmdline()
+        return " ".join(process.cmdline())
     except psutil.Error:
-        return [f"process {process.pid}"]
+        return f"process {process.pid}"
 
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:

@@ -72,13 +72,30 @@ def test_headless_prints_the_figures(around: Traces) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_ending_it_while_the_servers_start_leaves_nothing(around: Traces, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "stage"),
+    [
+        (signal.SIGINT, "VLLM::EngineCore"),
+        (signal.SIGKILL, "VLLM::EngineCore"),
+        (signal.SIGTERM, "vllm.entrypoints"),
+        (signal.SIGHUP, "vllm.entrypoints"),
+    ],
+)
+def test_ending_it_while_the_servers_start_leaves_nothing(
+    around: Traces, number: signal.Signals, stage: str
+) -> None:
     with started([], around) as demo:
-        engines_in_sight = lambda: sum("vllm" in line.lower() for line in around.processes()) >= 2  # noqa: E731
-        wait_until(engines_in_sight, "both vLLM servers to start", timeout_s=60)
+        wait_until(
+            lambda: sum(stage in line for line in around.processes()) == 2,
+            f"both servers' {stage}",
+            timeout_s=90,
+            poll_s=0.1,
+        )
         demo.send_signal(number)
-        _, notices = demo.communicate(timeout=END_TIMEOUT_S)
+        wait_until(
+            lambda: around.watch() and demo.poll() is not None, "the demo to end", timeout_s=END_TIMEOUT_S
+        )
+        _, notices = demo.communicate()
 
     assert demo.returncode == (-number if number == signal.SIGKILL else 130), notices
     around.assert_nothing_left()

@@ -1,4 +1,8 @@
-"""What a command leaves behind: its processes carry a mark, and its files go to folders of ours."""
+"""What a command leaves behind: its processes carry a mark, and its files go to folders of ours.
+
+A process that renames itself wipes its environment, and the mark with it (vLLM's EngineCore does). Such a
+one is known by its output, which goes to a log in our folder even when that has been removed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ import psutil
 from tests.support.waiting import wait_until
 
 MARK = "KVTOP_TEST_MARK"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class Traces:
@@ -23,6 +28,7 @@ class Traces:
 
     def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
+        self._shared: set[int] = set()
         self.home, self.tmp = folder / "home", folder / "tmp"
         for made in (self.home, self.tmp):
             made.mkdir()
@@ -34,18 +40,37 @@ class Traces:
         return {**kept, "HOME": str(self.home), "TMPDIR": str(self.tmp), MARK: self.mark}
 
     def processes(self) -> list[str]:
-        """Return the command lines of the marked processes that run."""
-        return [" ".join(process.cmdline()) for process in psutil.process_iter() if self._is_marked(process)]
+        """Return the command lines of the command's processes that run."""
+        return [line for process in psutil.process_iter() if (line := self._line_of_ours(process))]
 
-    def _is_marked(self, process: psutil.Process) -> bool:
+    def watch(self) -> bool:
+        """Look what our processes use at this moment; what is left of that is found later. Always true."""
+        self.processes()
+        return True
+
+    def _note_shared_memory(self, process: psutil.Process) -> None:
+        """Note the inodes: a named semaphore is mapped by the name of the file that was linked to its own."""
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            inode, _, name = line.split(maxsplit=4)[4].partition(" ")
+            if name.strip().startswith(f"{SHARED_MEMORY}/"):
+                self._shared.add(int(inode))
+
+    def _line_of_ours(self, process: psutil.Process) -> str | None:
         try:
-            return process.environ().get(MARK) == self.mark
+            output = Path(f"/proc/{process.pid}/fd/1").readlink()
+            ours = process.environ().get(MARK) == self.mark or output.is_relative_to(self.tmp)
+            if not ours:
+                return None
+            self._note_shared_memory(process)
+            return " ".join(process.cmdline()).strip()
         except (psutil.Error, OSError):
-            return False
+            return None
 
     def files(self) -> list[str]:
-        """Return everything in HOME and TMPDIR."""
-        return [str(path) for folder in (self.home, self.tmp) for path in folder.rglob("*")]
+        """Return everything in HOME and TMPDIR, and the shared memory that our processes were seen to use."""
+        found = [path for folder in (self.home, self.tmp) for path in folder.rglob("*")]
+        shared = [path for path in SHARED_MEMORY.iterdir() if path.stat().st_ino in self._shared]
+        return [str(path) for path in (*found, *shared)]
 
     def assert_nothing_left(self, timeout_s: float = 40.0) -> None:
         """Fail, naming it, if a process or a file of the command is there after `timeout_s`."""

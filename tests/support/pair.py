@@ -35,6 +35,9 @@ CONNECTORS: Mapping[str, Connector] = {
     "stock-pull": Connector("NixlPullConnector"),
     "kvtop-push": kvtop_connector("push"),
     "kvtop-pull": kvtop_connector("pull"),
+    "kvtop-push-spinning": Connector(
+        "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push", "kvtop_progress_delay_us": 0}
+    ),
     "corrupting": Connector("CorruptingConnector", "tests.support.corrupting", {"kvtop_mode": "push"}),
 }
 

@@ -76,8 +76,8 @@ class Traces:
         """Fail, naming it, if a process or a file of the command is there after `timeout_s`."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.processes(), "every process to end", timeout_s=timeout_s)
-        assert self.processes() == []
-        assert self.files() == []
+        left = self.processes() + self.files()
+        assert not left, f"left behind: {left}"
 
 
 @contextmanager

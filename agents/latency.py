@@ -9,17 +9,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Final
-
-from ddsketch import DDSketch
+from typing import TYPE_CHECKING, Final
 
 from kvtop.agents.model import Latency, Sketch
+
+if TYPE_CHECKING:
+    from ddsketch import DDSketch
 
 RELATIVE_ERROR: Final = 0.01
 WINDOW_S: Final = 60.0
 SLICE_S: Final = 5.0
 """The window slides in steps of this length."""
 NS: Final = 1_000_000_000
+
+
+def _empty() -> DDSketch:
+    from ddsketch import DDSketch  # noqa: PLC0415 - the console's first frame has no samples yet
+
+    return DDSketch(RELATIVE_ERROR)
 
 
 def freeze(sketch: DDSketch) -> Sketch:
@@ -41,7 +48,7 @@ def freeze(sketch: DDSketch) -> Sketch:
 
 def thaw(sketch: Sketch) -> DDSketch:
     """Return the DDSketch that a wire value stands for (its sum and extremes to within the error)."""
-    thawed = DDSketch(RELATIVE_ERROR)
+    thawed = _empty()
     if sketch.zero_count:
         thawed.add(0.0, float(sketch.zero_count))
     for position, count in enumerate(sketch.counts):
@@ -52,7 +59,7 @@ def thaw(sketch: Sketch) -> DDSketch:
 
 def merge(sketches: Iterable[Sketch]) -> Sketch:
     """Return one sketch of all the samples; it has the same relative error."""
-    total = DDSketch(RELATIVE_ERROR)
+    total = _empty()
     parts = [part for part in sketches if part.count]
     for part in parts:
         total.merge(thaw(part))
@@ -86,7 +93,7 @@ def histogram(sketch: Sketch, edges_s: Sequence[float]) -> list[float]:
     """
     counts = [0.0] * (len(edges_s) + 1)
     counts[0] += sketch.zero_count
-    mapping = DDSketch(RELATIVE_ERROR)._mapping
+    mapping = _empty()._mapping
     for position, count in enumerate(sketch.counts):
         if count > 0:
             value = mapping.value(sketch.offset + position)
@@ -99,8 +106,8 @@ class _Slice:
 
     def __init__(self, began_ns: int) -> None:
         self.began_ns = began_ns
-        self.ttft = DDSketch(RELATIVE_ERROR)
-        self.itl = DDSketch(RELATIVE_ERROR)
+        self.ttft = _empty()
+        self.itl = _empty()
 
 
 class LatencyWindow:
@@ -132,7 +139,7 @@ class LatencyWindow:
             self._slices.popleft()
             self._frozen = Latency(WINDOW_S, Sketch(), Sketch()) if not self._slices else None
         if self._frozen is None and self._slices:
-            ttft, itl = DDSketch(RELATIVE_ERROR), DDSketch(RELATIVE_ERROR)
+            ttft, itl = _empty(), _empty()
             for part in self._slices:
                 ttft.merge(part.ttft)
                 itl.merge(part.itl)

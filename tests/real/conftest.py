@@ -22,8 +22,11 @@ def aggregated() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def pair(request: pytest.FixtureRequest) -> Iterator[RunningPair]:
-    """The pair of the configuration that the test is parametrised with."""
+def pair(request: pytest.FixtureRequest) -> Iterator[RunningPair | None]:
+    """The pair of the configuration that the test is parametrised with; None ends the one that runs."""
+    if request.param is None:
+        yield None
+        return
     with running_pair(request.param) as running:
         yield running
 

@@ -6,9 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,6 +20,14 @@ from tests.support.waiting import wait_until
 KVTOP = str(Path(sys.executable).with_name("kvtop"))
 START_TIMEOUT_S = 200.0
 END_TIMEOUT_S = 40.0
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def real(test: Test) -> Test:
+    """Mark a test that starts vLLM servers: it has the machine's memory to itself."""
+    no_pair = pytest.mark.parametrize("pair", [None], indirect=True, ids=["real"])
+    marked: Test = pytest.mark.vllm(no_pair(pytest.mark.usefixtures("pair")(test)))
+    return marked
 
 
 @pytest.fixture
@@ -52,7 +61,7 @@ def started(arguments: Sequence[str], around: Traces) -> Iterator[subprocess.Pop
             demo.communicate(timeout=END_TIMEOUT_S)
 
 
-@pytest.mark.vllm
+@real
 def test_headless_prints_the_figures(around: Traces) -> None:
     with started(["--requests", "20", "--json"], around) as demo:
         output, notices = demo.communicate(timeout=START_TIMEOUT_S)
@@ -71,7 +80,7 @@ def test_headless_prints_the_figures(around: Traces) -> None:
     around.assert_nothing_left()
 
 
-@pytest.mark.vllm
+@real
 @pytest.mark.parametrize(
     ("number", "stage"),
     [
@@ -122,7 +131,7 @@ def test_closing_the_terminal_ends_it(around: Traces, screen: Terminal) -> None:
     around.assert_nothing_left()
 
 
-@pytest.mark.vllm
+@real
 def test_the_real_one_shows_transfers_ttft_and_itl(around: Traces, screen: Terminal) -> None:
     screen.run([KVTOP, "demo"], around.environment)
 

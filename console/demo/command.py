@@ -15,7 +15,7 @@ import click
 from kvtop.console.cli import ENDING_SIGNALS
 from kvtop.console.demo import preflight
 from kvtop.console.demo.ports import LAST_BASE, Ports, free_ports
-from kvtop.console.demo.processes import DemoError, Processes
+from kvtop.console.demo.processes import Processes
 from kvtop.console.demo.show import Show, Wanted
 from kvtop.console.demo.steps import Steps
 
@@ -51,7 +51,7 @@ DEFAULT_REQUESTS = 20
     metavar="PORT",
     help="First of the ports to listen on (loopback).  [default: free ones]",
 )
-@click.option("--keep", is_flag=True, help="Leave the folder with the logs.")
+@click.option("--keep", is_flag=True, help="Leave the folder with the logs, and say where it is.")
 def demo(
     *,
     simulate: bool,
@@ -73,11 +73,8 @@ def demo(
     if not headless and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("the console needs a terminal; --headless prints the figures instead")
     wanted = Wanted(mode, rate, simulate, requests or DEFAULT_REQUESTS)
-    try:
-        with _interruptible():
-            return _run(wanted, _check(wanted, port_base), keep=keep, headless=headless, as_json=as_json)
-    except DemoError as error:
-        raise click.ClickException(str(error)) from error
+    with _interruptible():
+        return _run(wanted, _check(wanted, port_base), keep=keep, headless=headless, as_json=as_json)
 
 
 def _run(wanted: Wanted, ports: Ports, *, keep: bool, headless: bool, as_json: bool) -> int:

@@ -15,13 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvtop.console.fleet.errors import KvtopError
+
 END_TIMEOUT_S = 60.0
 """Longer than the guardian needs for its two rounds of asking and killing."""
 
 _GUARDIAN = [sys.executable, "-P", "-m", "kvtop.console.demo.guardian"]
 
 
-class DemoError(Exception):
+class DemoError(KvtopError):
     """The demo cannot go on; the message says what happened and what to do.
 
     DemoError
@@ -104,9 +106,9 @@ class Processes:
             output, _ = self._guardian.communicate(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise DemoError(f"the guardian (pid {self._guardian.pid}) does not end: kill it") from None
-        if not output:
+        if not output and self._running:
             self._end_without_guardian()
-        elif left := json.loads(output.splitlines()[-1])["left"]:
+        elif output and (left := json.loads(output.splitlines()[-1])["left"]):
             raise DemoError("could not be ended: " + "; ".join(left))
 
     def _end_without_guardian(self) -> None:
@@ -156,7 +158,7 @@ class Processes:
             if name in ended:
                 running = self._running[name]
                 raise ProcessFailed(
-                    f"{name} ended with exit code {ended[name]}; the end of {running.log}:\n{running.tail()}"
+                    f"{name} ended with exit code {ended[name]}; the end of its log:\n{running.tail()}"
                 )
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:

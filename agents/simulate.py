@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -24,6 +26,7 @@ from kvtop.agents.events import (
     EngineEvent,
     EngineHello,
     EngineStats,
+    ErrorClass,
     LatencySamples,
     Mark,
     Role,
@@ -32,13 +35,17 @@ from kvtop.agents.events import (
     TransferEvent,
 )
 from kvtop.agents.reporter import Reporter
-from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.runtime import RuntimeFolderError, RuntimePaths
 from kvtop.agents.wire import WIRE_VERSION, Clock
 
 NS: Final = 1_000_000_000
 BLOCK_TOKENS: Final = 16
 BLOCK_BYTES: Final = 2 << 20
 LEASE_S: Final = 30.0
+EXPIRING_LEASE_S: Final = 2.0
+"""The lease of a transfer that is to expire: nobody waits half a minute to see one."""
+EXPIRY_NOTICED_S: Final = 0.05
+FAILURES: Final[tuple[ErrorClass, ...]] = ("handshake", "transport", "expiry")
 KV_BLOCKS: Final = 4096
 WIRE_BYTES_PER_S: Final = (0.2e9, 2e9)
 HANDSHAKE_SHARE: Final = 0.1
@@ -168,7 +175,7 @@ class _Request:
         self._random = rng
         self._pair = pair
         self._mode: Direction = mode
-        self._fails = rng.random() < failure_rate
+        self._failure = rng.choice(FAILURES) if rng.random() < failure_rate else None
         base = f"cmpl-{rng.getrandbits(64):016x}-0"
         self.ids: dict[Side, str] = {side: f"{base}-{rng.getrandbits(32):08x}" for side in SIDES}
         self._tokens = int(rng.lognormvariate(6.5, 0.8))
@@ -181,26 +188,33 @@ class _Request:
         course = _Course(self, at_ns, at)
         course.load(prefill, 1, 0)
         course.wait(0.02 + self._tokens * 40e-6 * rng.uniform(0.8, 1.3))
-        course.step("prefill", "queued", blocks=self._blocks, lease_s=LEASE_S)
+        lease_s = EXPIRING_LEASE_S if self._failure == "expiry" else LEASE_S
+        lease_end_ns = course.at_ns + int((lease_s + EXPIRY_NOTICED_S) * NS)
+        course.step("prefill", "queued", blocks=self._blocks, lease_s=lease_s)
         course.load(prefill, -1, self._blocks)
         course.wait(rng.uniform(0.001, 0.01))
         course.step("decode", "queued", **self._peer_of("decode"))
         course.load(decode, 1, self._blocks)
+        if self._failure == "expiry":  # D has no room for it in time
+            course.at_ns = lease_end_ns
+            self._plan_failure(course, "prefill", "expired")
+            return
         course.wait(rng.expovariate(4))
         course.step("decode", "allocated", **self._peer_of("decode"))
         if mode == "push":
             course.step("decode", "registered")
         course.wait(rng.expovariate(8))
-        course.step(initiator, "matched", **self._peer_of(initiator))
-        if rng.random() < HANDSHAKE_SHARE:
+        learnt = self._peer_of("prefill") if mode == "push" else {}
+        course.step(initiator, "matched", ranks_expected=1, **learnt)
+        if self._failure == "handshake" or rng.random() < HANDSHAKE_SHARE:
             course.step(initiator, "handshaking")
             course.wait(rng.uniform(0.05, 0.5))
-        if self._fails:
-            self._plan_failure(course, initiator)
+        if self._failure == "handshake":
+            self._plan_failure(course, initiator, "failed")
             return
         self._plan_transfer(course, initiator)
-        course.load(prefill, 0, -self._blocks)
-        self._plan_decoding(at_ns, course.at_ns, at)
+        if self._failure is None:
+            self._plan_decoding(at_ns, course.at_ns, at)
 
     def _plan_transfer(self, course: _Course, initiator: Side) -> None:
         wire_s = self._blocks * BLOCK_BYTES / self._random.uniform(*WIRE_BYTES_PER_S)
@@ -209,6 +223,9 @@ class _Request:
         course.wait(post_s)
         course.step(initiator, "on_wire", ranks_expected=1)
         course.wait(wire_s - post_s)
+        if self._failure == "transport":
+            self._plan_failure(course, initiator, "failed")
+            return
         course.step(
             initiator,
             "done",
@@ -221,16 +238,11 @@ class _Request:
         course.wait(0.001)
         course.step("prefill", "released")
         course.step("decode", "received")
+        course.load(self._pair.prefill, 0, -self._blocks)
 
-    def _plan_failure(self, course: _Course, initiator: Side) -> None:
-        why = self._random.choice(("handshake", "transport", "expiry"))
-        course.wait(0.5)
-        if why == "expiry":
-            error = "simulated: the lease ended first"
-            course.step("prefill", "expired", error_class=why, error=error)
-        else:
-            error = f"simulated: the {why} failed"
-            course.step(initiator, "failed", error_class=why, error=error)
+    def _plan_failure(self, course: _Course, side: Side, end: Stage) -> None:
+        error = "the lease ended first" if end == "expired" else f"the {self._failure} failed"
+        course.step(side, end, error_class=self._failure, error=f"simulated: {error}")
         course.load(self._pair.prefill, 0, -self._blocks)
         course.load(self._pair.decode, -1, -self._blocks)
 
@@ -295,21 +307,50 @@ class _Course:
         self._at(self.at_ns, lambda: engine.change_load(running, blocks))
 
 
+def _number(kind: Callable[[str], float], least: float, most: float, wanted: str) -> Callable[[str], Any]:
+    """Return an argparse type: a finite number from `least` to `most`, else an error that says `wanted`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+def _options() -> argparse.Namespace:
+    positive = _number(float, 1e-3, 1e5, "a number from 0.001 to 100000")
+    pairs = _number(int, 1, 1000, "a whole number from 1 to 1000")
+    share = _number(float, 0, 1, "a share from 0 to 1")
+    parser = argparse.ArgumentParser(prog="python -m kvtop.agents.simulate", description=__doc__)
+    parser.add_argument("--pairs", type=pairs, default=1, help="prefill/decode pairs (default 1)")
+    parser.add_argument("--rate", type=positive, default=4.0, help="requests per second (default 4)")
+    parser.add_argument("--mode", choices=("push", "pull"), default="push")
+    parser.add_argument(
+        "--failure-rate", type=share, default=0.02, help="share that fails or expires (default 0.02)"
+    )
+    parser.add_argument("--duration", type=positive, help="seconds; without it, until interrupted")
+    parser.add_argument("--seed", type=int)
+    return parser.parse_args()
+
+
 def main() -> None:
     """Run a simulation against this user's agent until told to end."""
-    parser = argparse.ArgumentParser(prog="python -m kvtop.agents.simulate", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=1, help="prefill/decode pairs (default 1)")
-    parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
-    parser.add_argument("--mode", choices=("push", "pull"), default="push")
-    parser.add_argument("--failure-rate", type=float, default=0.02, help="share that fails (default 0.02)")
-    parser.add_argument("--duration", type=float, help="seconds; without it, until interrupted")
-    parser.add_argument("--seed", type=int)
-    options = parser.parse_args()
+    options = _options()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: stop.set())
+    try:
+        paths = RuntimePaths.default()
+        paths.prepare()
+    except RuntimeFolderError as error:
+        sys.exit(f"Error: {error}")  # exit code 1
     Simulation(
-        RuntimePaths.default(),
+        paths,
         pairs=options.pairs,
         rate_per_s=options.rate,
         mode=options.mode,

@@ -144,19 +144,25 @@ def _host_key(path: Path) -> asyncssh.SSHKey:
     """Return the server's private key, made where there is none.
 
     Raises:
-        ValueError: the file is no private key.
-        OSError: it cannot be read or made.
+        ValueError: the file is no private key, or cannot be read or made.
     """
     try:
-        return asyncssh.read_private_key(path)
-    except FileNotFoundError:
-        key = asyncssh.generate_private_key("ssh-ed25519", comment="kvtop-agent")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key.export_private_key())
-        return key
+        return asyncssh.read_private_key(path) if path.exists() else _make_host_key(path)
     except asyncssh.KeyImportError as error:
         raise ValueError(f"the host key {path} is no SSH private key: {error}") from error
+    except OSError as error:
+        advice = "name a file that this user can read, or one that can be made"
+        raise ValueError(f"the host key {path} cannot be used ({error.strerror}): {advice}") from error
+
+
+def _make_host_key(path: Path) -> asyncssh.SSHKey:
+    """Make a key that only its owner can read, and its folder, where there is none, as private."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = asyncssh.generate_private_key("ssh-ed25519", comment="kvtop-agent")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key.export_private_key())
+    return key
 
 
 def _authorized_keys(path: Path) -> asyncssh.SSHAuthorizedKeys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
         RuntimeFolderError, match=r"is open to others \(mode 0750, 0700 is needed\): remove it"
     ):
         RuntimePaths.at(folder).prepare()
+
+
+def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever made it first, in a place that all can write to, would hear what the engines report."""
+    owner, stranger = os.geteuid(), os.geteuid() + 1
+    paths = RuntimePaths.at(tmp_path / "rt")
+    paths.prepare()
+    monkeypatch.setattr("os.geteuid", lambda: stranger)
+    with pytest.raises(RuntimeFolderError, match=f"belongs to uid {owner}, not to {stranger}"):
+        paths.prepare()
 
 
 def test_a_link_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Door:
     def __init__(self, paths: RuntimePaths, keys: Path) -> None:
         self.paths = paths
         self.port = 0
+        self.host_key = paths.folder / "host_key"
         self.known, self.unknown = keys / "known", keys / "unknown"
         for path in (self.known, self.unknown):
             key = asyncssh.generate_private_key("ssh-ed25519")
@@ -45,7 +46,7 @@ class Door:
                 host="127.0.0.1",
                 port=0,
                 authorized_keys=self.known.with_suffix(".pub"),
-                host_key=self.paths.folder / "host_key",
+                host_key=self.host_key,
             )
             ending.push_async_callback(acceptor.wait_closed)
             ending.callback(acceptor.close)
@@ -57,7 +58,7 @@ class Door:
 
     def enter(self, key: Path | None = None, **options: Any) -> Any:
         given = {"client_keys": [key or self.known], "agent_path": None, "config": None, **options}
-        host_key = asyncssh.read_private_key(self.paths.folder / "host_key")
+        host_key = asyncssh.read_private_key(self.host_key)
         hosts: Any = ([host_key.convert_to_public()], [], [])
         return asyncssh.connect("127.0.0.1", self.port, username="any", known_hosts=hosts, **given)
 
@@ -117,6 +118,7 @@ async def test_a_script_gets_its_report(door: Door, report: str) -> None:
         {"key": "unknown"},
         {"client_keys": [], "password": "secret"},
         {"client_keys": []},
+        {"client_keys": [], "password": "secret", "preferred_auth": "keyboard-interactive"},
     ],
 )
 async def test_who_has_no_known_key_stays_outside(door: Door, options: dict[str, Any]) -> None:
@@ -170,6 +172,16 @@ async def test_nothing_is_forwarded_either_way_and_no_files_are_moved(door: Door
             await ssh.forward_remote_path(str(door.paths.folder / "more.sock"), str(door.paths.view))
         with pytest.raises(asyncssh.ChannelOpenError):
             await ssh.start_sftp_client()
+        with pytest.raises(asyncssh.SFTPError):
+            await asyncssh.scp((ssh, str(door.known)), door.paths.folder)
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.open_tap()
+
+
+async def test_no_display_is_forwarded(door: Door) -> None:
+    async with door.open(), door.enter() as ssh:
+        with pytest.raises(asyncssh.ChannelOpenError):
+            await ssh.run("kvtop-agent status", x11_forwarding=True, x11_display=":0")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +212,19 @@ async def test_the_host_key_is_made_once_and_private(door: Door) -> None:
         assert key.stat().st_mode & 0o777 == 0o600
     async with door.open():
         assert await asyncio.to_thread(key.read_bytes) == first
+
+
+async def test_the_host_keys_folder_is_made_private(door: Door) -> None:
+    door.host_key = door.paths.folder / "keys" / "host_key"
+    async with door.open():
+        assert door.host_key.parent.stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_host_key_that_cannot_be_made_is_named(door: Door) -> None:
+    door.host_key = door.known / "host_key"  # below a file
+    with pytest.raises(ValueError, match=f"{door.host_key} cannot be used .*: name a file"):
+        async with door.open():
+            pass
 
 
 async def test_a_host_key_that_is_none_is_named(door: Door) -> None:

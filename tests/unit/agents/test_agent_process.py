@@ -119,10 +119,13 @@ def test_an_engine_that_dies_is_shown_as_down_and_its_transfers_as_failed(
 
 
 def test_the_folder_and_its_sockets_are_private(paths: RuntimePaths) -> None:
-    with running_agent(paths):
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths.folder.glob("*.sock")}
+    def modes() -> dict[str, int]:
+        return {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths.folder.glob("*.sock")}
 
-    assert modes == {"ingest.sock": 0o600, "operate.sock": 0o600, "view.sock": 0o660}
+    private = {"ingest.sock": 0o600, "operate.sock": 0o600, "view.sock": 0o660}
+    with running_agent(paths):
+        wait_until(lambda: modes() == private, f"the modes {private}")  # they are set after a socket appears
+        assert stat.S_IMODE(paths.folder.stat().st_mode) == 0o700
 
 
 def test_an_agent_that_is_told_to_end_leaves_no_socket(paths: RuntimePaths) -> None:

@@ -8,11 +8,15 @@ Stamps are CLOCK_MONOTONIC in ns, which Linux shares between all processes of on
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvtop.agents.wire import Clock
+
+Pid = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Total = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""Bounded where it comes in, so that sums of it can go out again."""
 
 Role = Literal["prefill", "decode", "both"]
 Direction = Literal["push", "pull"]
@@ -58,7 +62,7 @@ class EngineHello(msgspec.Struct, tag="engine-hello", frozen=True, kw_only=True)
     software: str
     """For people: kvtop's and the engine's version."""
     process: Process
-    pid: int
+    pid: Pid
     rank: int = 0
     """Tensor-parallel rank of a worker; 0 elsewhere."""
     engine_id: str
@@ -75,7 +79,7 @@ class EngineHello(msgspec.Struct, tag="engine-hello", frozen=True, kw_only=True)
     previous_agent_lost_ns: int | None = None
     """When this process last lost an agent; None on its first connection. The agent shows the time from
     there to now as a gap in what it knows."""
-    dropped_events: int = 0
+    dropped_events: Total = 0
     """Events that this process dropped so far because its ring was full."""
 
 
@@ -139,7 +143,7 @@ class Batch(msgspec.Struct, tag="batch", frozen=True):
     """Events in the order in which they happened in the sending process."""
 
     events: list[EngineEvent]
-    dropped_events: int = 0
+    dropped_events: Total = 0
     """Running total of events that this process dropped because its ring was full."""
 
 

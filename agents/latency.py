@@ -34,7 +34,8 @@ def freeze(sketch: DDSketch) -> Sketch:
     if sketch.count == 0:
         return Sketch()
     store = sketch._store
-    counts = [store.bins[key - store.offset] for key in range(store.min_key, store.max_key + 1)] or []
+    keys = range(store.min_key, store.max_key + 1) if store.count else ()  # zeros are counted elsewhere
+    counts = [store.bins[key - store.offset] for key in keys]
     return Sketch(
         count=int(sketch.count),
         sum_s=sketch.sum,

@@ -164,7 +164,7 @@ class Row:
 
     def settle(self) -> None:
         """Derive the stage from the facts."""
-        expected = self._ranks_expected or 1
+        expected = max(1, self._ranks_expected or 1)  # an engine may report anything
         if len(self._ranks) >= expected:
             self.times_ns["done"] = max(rank.at_ns for rank in self._ranks.values())
         elif self.completed_unseen or "skipped" in self.times_ns:

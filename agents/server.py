@@ -223,8 +223,11 @@ class Agent:
         while True:
             await asyncio.sleep(REFRESH_S)
             now_ns = time.monotonic_ns()
-            self.instances.refresh(now_ns)
-            self.ledger.close_overdue(now_ns)
+            try:
+                self.instances.refresh(now_ns)
+                self.ledger.close_overdue(now_ns)
+            except Exception:
+                logger.exception("a bug in kvtop kept instances from being judged; please report it")
             idle_s = (now_ns - self.idle_since_ns) / 1e9
             if exit_when_idle_s is not None and self.connections == 0 and idle_s >= exit_when_idle_s:
                 logger.info("no engine and no console for %.0f s: ending", exit_when_idle_s)

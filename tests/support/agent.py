@@ -56,7 +56,7 @@ def agent_pid(paths: RuntimePaths) -> int | None:
 @contextlib.contextmanager
 def running_agent(paths: RuntimePaths, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Run an agent, ready to be spoken to; its log is on `stderr`."""
-    log = paths.folder.parent / "agent-under-test.log"
+    log = _log_of(paths)
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvtop.agents.cli", "run", *options],
@@ -73,6 +73,15 @@ def running_agent(paths: RuntimePaths, *options: str) -> Iterator[subprocess.Pop
             process.send_signal(signal.SIGCONT)
             process.terminate()
         process.wait(10)
+
+
+def _log_of(paths: RuntimePaths) -> Path:
+    return paths.folder.parent / "agent-under-test.log"
+
+
+def agent_log(paths: RuntimePaths) -> str:
+    """Return what the agent that `running_agent` runs has logged."""
+    return _log_of(paths).read_text()
 
 
 def hello(name: str = "prefill-0", **facts: Any) -> EngineHello:

@@ -21,6 +21,7 @@ from kvtop.agents.model import AGENT_MESSAGE
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import HEADER, MAX_INBOUND_FRAME_BYTES, WIRE_VERSION, Refusal, encode_frame
 from tests.support.agent import (
+    agent_log,
     agent_pid,
     await_snapshot,
     client_hello,
@@ -47,6 +48,8 @@ def busy_paths() -> Iterator[RuntimePaths]:
     with runtime_folder() as folder, running_agent(folder) as process:
         yield folder
         assert process.poll() is None, "the agent died of what it was sent"
+        log = agent_log(folder)
+        assert "a bug in kvtop" not in log, log[log.index("a bug in kvtop") :][:4000]
 
 
 def step(number: int, name: Any = "queued", **facts: Any) -> TransferEvent:
@@ -213,6 +216,18 @@ def test_a_wrong_frame_after_a_right_hello_is_treated_alike(busy_paths: RuntimeP
     engine = encode_frame(hello("after-hello"))
     for socket, opening in ((busy_paths.ingest, engine), (busy_paths.view, client_hello())):
         assert "cannot be decoded" in refusal_in(send_raw(socket, opening, frame(b"\xc1"))).reason
+
+
+@pytest.mark.parametrize(
+    "facts", [{"pid": 0}, {"pid": -1}, {"pid": 1 << 31}, {"dropped_events": -1}, {"dropped_events": 1 << 63}]
+)
+def test_what_no_engine_can_say_of_itself_is_refused_before_a_console_sees_it(
+    busy_paths: RuntimePaths, facts: dict[str, int]
+) -> None:
+    answer = send_raw(busy_paths.ingest, encode_frame(hello("impossible", **facts)))
+
+    assert "cannot be decoded" in refusal_in(answer).reason
+    assert "impossible" not in {each.name for each in snapshot(busy_paths).instances}
 
 
 def test_a_client_may_not_pose_as_an_engine_or_the_reverse(busy_paths: RuntimePaths) -> None:

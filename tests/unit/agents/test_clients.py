@@ -107,3 +107,16 @@ def test_an_interrupt_has_its_own_exit_code(paths: RuntimePaths) -> None:
         process.communicate(timeout=20)
 
     assert process.returncode == 130
+
+
+async def test_a_bug_in_judging_instances_does_not_end_the_agent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, reachable = Agent(), iter([True, True, False])
+    monkeypatch.setattr("kvtop.agents.server.REFRESH_S", 0.01)
+    monkeypatch.setattr(agent.ledger, "close_overdue", lambda _now_ns: 1 / 0)
+
+    async with asyncio.timeout(10):
+        await agent.keep_time(None, lambda: next(reachable))
+
+    assert caplog.text.count("a bug in kvtop kept instances from being judged") == 3

@@ -70,3 +70,14 @@ def test_samples_leave_the_window_after_a_minute() -> None:
     assert (young.ttft.count, young.itl.count) == (1, 2)
     assert old is not None
     assert (old.ttft.count, old.itl.count) == (0, 0)
+
+
+def test_samples_of_nothing_but_zero_are_counted() -> None:
+    window = LatencyWindow()
+    window.add(NS, [0.0, 0.0], [])
+    frozen = window.freeze(NS)
+
+    assert frozen is not None
+    assert (frozen.ttft.count, frozen.ttft.zero_count, frozen.ttft.counts) == (2, 2, [])
+    assert quantile(frozen.ttft, 0.5) == 0
+    assert merge([frozen.ttft, frozen.ttft]).count == 4

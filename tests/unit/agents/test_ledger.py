@@ -200,6 +200,16 @@ def test_all_ranks_of_the_initiator_must_be_done(direction: Direction) -> None:
     )
 
 
+@pytest.mark.parametrize("impossible", [0, -1, -(1 << 63)])
+def test_a_number_of_ranks_that_cannot_be_completes_nothing(impossible: int) -> None:
+    ledger = Ledger()
+    ledger.apply(*of_p(1, "matched", ranks_expected=impossible))
+    assert [row.stage for row in ledger.snapshot(10)] == ["matched"]
+
+    ledger.apply(*of_p(2, "done", bytes=1))
+    assert [row.stage for row in ledger.snapshot(10)] == ["done"]
+
+
 @given(st.permutations(["done", "failed", "expired"]))
 def test_a_transfer_that_failed_in_any_way_is_never_shown_as_done(order: list[str]) -> None:
     facts: dict[str, dict[str, Any]] = {

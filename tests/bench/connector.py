@@ -12,6 +12,7 @@ import random
 import signal
 from collections.abc import Iterator
 from functools import partial
+from typing import Self
 
 import psutil
 
@@ -24,6 +25,8 @@ from tests.support.pair import RunningPair, complete_all, start_in
 PAIRS = 60
 IN_FLIGHT = (1, 4)
 SEED = 1
+PATIENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600"}
+"""A server that rests must not find, on waking, that the router's connections have been idle too long."""
 OURS = {
     "kvtop-push": "KvtopConnector",
     "kvtop-push-spinning": "KvtopConnector with NIXL's thread spinning as upstream's",
@@ -39,21 +42,22 @@ def measure() -> Iterator[Ratio]:
 
 def _compare(processes: Processes, connector: str, what: str) -> Iterator[Ratio]:
     model = make_model(processes.folder / "model")
-    ours = Contender(start_in(processes, connector, model, prefix="kvtop-"))
-    theirs = Contender(start_in(processes, "stock-push", model, prefix="stock-"))
-    for in_flight in IN_FLIGHT:
-        yield ratio(
-            f"TTFT of {what} / NixlPushConnector, push, {in_flight} in flight",
-            partial(ours.answer, in_flight),
-            partial(theirs.answer, in_flight),
-            pairs=PAIRS,
-        )
-    ours.wake()
-    theirs.wake()
+    pairs = [
+        start_in(processes, name, model, prefix=prefix, settings=PATIENT)
+        for name, prefix in ((connector, "kvtop-"), ("stock-push", "stock-"))
+    ]
+    with Contender(pairs[0]) as ours, Contender(pairs[1]) as theirs:
+        for in_flight in IN_FLIGHT:
+            yield ratio(
+                f"TTFT of {what} / NixlPushConnector, push, {in_flight} in flight",
+                partial(ours.answer, in_flight),
+                partial(theirs.answer, in_flight),
+                pairs=PAIRS,
+            )
 
 
 class Contender:
-    """A pair that rests but while it answers."""
+    """A pair that rests but while it answers, and goes on when it is no longer measured."""
 
     def __init__(self, pair: RunningPair) -> None:
         self._url = pair.url
@@ -63,7 +67,13 @@ class Contender:
         self._processes = [
             process for server in servers for process in (server, *server.children(recursive=True))
         ]
+
+    def __enter__(self) -> Self:
         self.rest()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wake()
 
     def rest(self) -> None:
         """Take no processor."""

@@ -183,14 +183,25 @@ def running_pair(connector: str) -> Iterator[RunningPair]:
         yield start_in(processes, connector, model, prefix="")
 
 
-def start_in(processes: Processes, connector: str, model: Path, *, prefix: str) -> RunningPair:
-    """Start a pair and its router among `processes`; `prefix` tells several pairs' processes apart."""
+def start_in(
+    processes: Processes,
+    connector: str,
+    model: Path,
+    *,
+    prefix: str,
+    settings: Mapping[str, str] | None = None,
+) -> RunningPair:
+    """Start a pair and its router among `processes`; `prefix` tells several pairs' processes apart.
+
+    `settings` are further environment variables of the servers.
+    """
     folder = processes.folder / prefix
     folder.mkdir(exist_ok=True)
     env = {
         **runtime_environment(folder),
         DAMAGE_WHILE: str(folder / DAMAGE_FILE),
         "PYTHONPATH": str(REPOSITORY),
+        **(settings or {}),
     }
     pair = start_pair(processes, free_ports(), model, CONNECTORS[connector], env=env, prefix=prefix)
     return RunningPair(processes, pair, folder)

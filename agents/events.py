@@ -52,6 +52,15 @@ allocated: D's blocks are allocated. received: D's scheduler saw the KV arrive. 
 again. skipped: nothing had to move (D held the whole prefix).
 """
 
+Blocker = Literal["writes", "reads", "leases", "registrations", "quarantine"]
+"""What keeps an instance from being drained.
+
+writes and reads: on the wire. leases: finished blocks held for a peer. registrations: requests on D whose KV
+has not come. quarantine: transfers that were ended while their write could not be stopped.
+"""
+
+PairState = Literal["handshaking", "ready", "failed", "evicted"]
+
 ErrorClass = Literal["transport", "handshake", "notify", "expiry", "cancel", "parameters", "other"]
 
 
@@ -81,6 +90,8 @@ class EngineHello(msgspec.Struct, tag="engine-hello", frozen=True, kw_only=True)
     there to now as a gap in what it knows."""
     dropped_events: Total = 0
     """Events that this process dropped so far because its ring was full."""
+    orders: list[str] = []
+    """The kinds of order (`kvtop.agents.orders.OrderKind`) that this process obeys."""
 
 
 class TransferEvent(msgspec.Struct, tag="transfer", frozen=True, kw_only=True, omit_defaults=True):
@@ -136,7 +147,45 @@ class EngineStopping(msgspec.Struct, tag="stopping", frozen=True):
     at_ns: int
 
 
-EngineEvent = TransferEvent | LatencySamples | EngineStats | EngineStopping
+class OrderAnswer(msgspec.Struct, tag="order-answer", frozen=True):
+    """What became of one order, once it has taken effect in the process that sends this, or cannot."""
+
+    at_ns: int
+    order_id: Total
+    ok: bool
+    message: str = ""
+    """One line for the operator: what was done, or why not and what to do."""
+
+
+class PairReport(msgspec.Struct, frozen=True):
+    """What the engine knows of one peer."""
+
+    engine_id: str
+    state: PairState
+    since_ns: int
+    reason: str = ""
+    address: str = ""
+    """host:port of the peer's handshakes."""
+
+
+class InstanceReport(msgspec.Struct, tag="instance-report", frozen=True, kw_only=True):
+    """What holds in the engine core: sent on change."""
+
+    at_ns: int
+    mode: Direction
+    peer_modes: dict[str, Direction] = {}
+    """Exceptions to `mode`, by the peer's engine id."""
+    draining: bool = False
+    blockers: dict[Blocker, int] = {}
+    """How many of each there are; an instance that drains is drained when there is none."""
+    quarantined_blocks: Total = 0
+    """KV blocks that nobody may use, since a write may still reach them."""
+    quarantined_since_ns: int | None = None
+    """When the oldest of them went into quarantine."""
+    pairs: list[PairReport] = []
+
+
+EngineEvent = TransferEvent | LatencySamples | EngineStats | EngineStopping | OrderAnswer | InstanceReport
 
 
 class Batch(msgspec.Struct, tag="batch", frozen=True):

@@ -3,7 +3,7 @@
 Orders are frames from the agent on `ingest.sock`, after its welcome. An engine process obeys the kinds that
 its hello names (`EngineHello.orders`): the engine core all of them, an API server with the admission
 middleware only `SetDraining`. It answers each with an `OrderAnswer` among its events, once the order has
-taken effect inside the engine (an idle engine is woken), and says in `InstanceReport` what holds from then on.
+taken effect inside the engine (an idle engine is woken), and says in `InstanceReport` what holds then.
 """
 
 from __future__ import annotations

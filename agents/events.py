@@ -45,11 +45,12 @@ posting: descriptors are being built and posted. on_wire: the post returned.
 done: the initiator saw completion, or D reported the arrival and the initiator cannot report.
 """
 
-Mark = Literal["allocated", "received", "released", "skipped"]
+Mark = Literal["allocated", "received", "released", "skipped", "settled"]
 """Points in a transfer's life that are no stage of their own.
 
 allocated: D's blocks are allocated. received: D's scheduler saw the KV arrive. released: P's blocks are free
-again. skipped: nothing had to move (D held the whole prefix).
+again. skipped: nothing had to move (D held the whole prefix). settled: the quarantine of an ended transfer is
+over, nothing can be written any more.
 """
 
 Blocker = Literal["writes", "reads", "leases", "registrations", "quarantine"]

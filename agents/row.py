@@ -172,10 +172,14 @@ class Row:
             self.times_ns["done"] = next(self.times_ns[mark] for mark in marks if mark in self.times_ns)
         else:
             self.times_ns.pop("done", None)
-        ended = next((stage for stage in ENDS if stage in self.times_ns), None)
+        ended = next((stage for stage in ENDS if stage in self.times_ns and not self._over(stage)), None)
         first: Stage = "queued"
         reached = next((stage for stage in reversed(LIVE_STAGES) if stage in self.times_ns), first)
         self.stage = ended or ("done" if "done" in self.times_ns else reached)
+
+    def _over(self, stage: Stage) -> bool:
+        """Whether a stage does not tell the outcome any more: a quarantine ends when it is settled."""
+        return stage == "quarantined" and "settled" in self.times_ns
 
     def freeze(self, name_of: Callable[[str], str]) -> Transfer:
         """Return the row as a value for consoles."""

@@ -35,6 +35,9 @@ class Settings:
     progress_delay_us: int | None = None
     """How long NIXL's progress thread sleeps between polls, µs; 0 makes it spin. By default 1000 on
     CPU, where cores are few, and upstream's setting elsewhere."""
+    deadline_s: float = 60.0
+    """How long a decode request waits for its KV after its blocks are allocated, in seconds; then it goes on
+    without (`kv_load_failure_policy` says how)."""
     runtime_dir: Path | None = None
     """The node agent's runtime folder; by default the agent's own default."""
     report: bool = True
@@ -68,6 +71,7 @@ def _check(key: str, value: object) -> None:
         "name": ("a non-empty text", isinstance(value, str) and bool(value.strip())),
         "pull_port_offset": ("a whole number from 1 to 10000", _whole(value, 1, 10_000)),
         "progress_delay_us": ("a whole number of µs from 0 to 1000000", _whole(value, 0, 1_000_000)),
+        "deadline_s": ("a number of seconds from 0.1 to 86400", _number(value, 0.1, 86_400)),
         "runtime_dir": ("the path of a folder", isinstance(value, str) and bool(value)),
         "report": ("true or false", isinstance(value, bool)),
     }
@@ -78,3 +82,7 @@ def _check(key: str, value: object) -> None:
 
 def _whole(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

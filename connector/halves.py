@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvtop.agents.events import Direction
+from kvtop.agents.events import Direction, ErrorClass, PairReport
 from kvtop.connector.config import Settings
 from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.peer_messages import Peer, new_agent_name
+from kvtop.connector.pull_worker import PullWorker
+from kvtop.connector.push_worker import PushWorker
 from kvtop.connector.telemetry import Telemetry
 from kvtop.connector.upstream import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     NixlBaseConnector,
     NixlPullConnector,
     NixlPullConnectorScheduler,
@@ -23,7 +28,6 @@ from kvtop.connector.upstream import (
     on_cpu,
     open_nixl_agent,
 )
-from kvtop.connector.workers import PullWorker, PushWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,10 +51,72 @@ class BothHandshakes(KVConnectorHandshakeMetadata):
 class BothMetadata(KVConnectorMetadata):
     """Each half's metadata of one engine step, on its way from scheduler to worker."""
 
-    def __init__(self, push: Any, pull: Any) -> None:
-        """Hold upstream's `NixlConnectorMetadata` of both halves."""
+    def __init__(self, push: Any, pull: Any, tasks: Tasks) -> None:
+        """Hold upstream's `NixlConnectorMetadata` of both halves, and what kvtop adds."""
         self.push = push
         self.pull = pull
+        self.tasks = tasks
+
+
+@dataclass
+class Tasks:
+    """What the scheduler side wants of the workers in one engine step, beyond upstream's work."""
+
+    give_ups: dict[str, GiveUp] = field(default_factory=dict)
+    """D's requests that must not wait for KV any longer."""
+    refused: dict[str, tuple[ErrorClass, str]] = field(default_factory=dict)
+    """P's requests that ended without KV to give, where the reason is another than an abort."""
+    for_readers: set[str] = field(default_factory=set)
+    """P's requests whose blocks D is expected to read."""
+    cancels: dict[str, tuple[ErrorClass, str]] = field(default_factory=dict)
+    """P's transfers that an operator has cancelled."""
+    unwanted: list[Unwanted] = field(default_factory=list)
+    """KV on P that D does not want, and for which it has not registered."""
+    evictions: dict[int, str] = field(default_factory=dict)
+    """Engine ids of peers to forget, by order id."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return any(vars(self).values())
+
+
+class GiveUp(NamedTuple):
+    """Why D's request must not wait any longer."""
+
+    direction: Direction
+    error_class: ErrorClass
+    reason: str
+
+
+class Unwanted(NamedTuple):
+    """KV that D does not want."""
+
+    peer: Peer
+    request_id: str
+    prefill_request_id: str | None
+    reason: str
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler side after a step."""
+
+    settled: Counter[str] = field(default_factory=Counter)
+    """D's failed requests, and from how many ranks' view nothing can be written for them any more."""
+    writes: int = 0
+    reads: int = 0
+    """Requests with writes or reads on the wire, on the busiest rank."""
+    pairs: dict[str, PairReport] = field(default_factory=dict)
+    """Peers of which there is news, by engine id."""
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Return this rank's and another's report as one."""
+        return WorkerReport(
+            self.settled + other.settled,
+            max(self.writes, other.writes),
+            max(self.reads, other.reads),
+            {**self.pairs, **other.pairs},
+        )
 
 
 class PushHalf(NixlPushConnector):
@@ -91,7 +157,8 @@ def worker_halves(
     def agent_of(name: str, config: Any) -> Any:
         nonlocal shared
         if shared is None:
-            shared = SharedNixlAgent(open_nixl_agent(name, config, progress_delay_us(settings)))
+            del name  # upstream's random one would not tell peers who understands kvtop's messages
+            shared = SharedNixlAgent(open_nixl_agent(new_agent_name(), config, progress_delay_us(settings)))
         return shared.half(opening)
 
     args = (vllm_config, vllm_config.kv_transfer_config.engine_id, kv_cache_config)

@@ -1,27 +1,41 @@
 """The connector that vLLM loads: upstream's push and pull connectors side by side, one chosen per request.
 
-A stock peer works with it, since each half handshakes in its own mode. kvtop adds to upstream: one NIXL
-agent for both halves, the choice per request, reports to the node agent, and an earlier hand-over of push
-work.
+A stock peer works with it, since each half handshakes in its own mode. P's finished blocks are always held by
+the push half, whichever way they are meant to go: a reader's notification frees them as well as a write does,
+and a registration finds them, so that two sides which chose differently during a switch still meet.
+
+This class is what vLLM calls, on the scheduler's side and on the workers'; what each call means beyond
+upstream's is in `control` and `inbound` (scheduler) and in `push_worker` and `pull_worker`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtop.agents.events import Direction
 from kvtop.connector.config import read_settings
+from kvtop.connector.control import DRAINING_REASON, Control
 from kvtop.connector.halves import (
     BothHandshakes,
     BothMetadata,
+    Tasks,
+    WorkerReport,
     check_port,
     scheduler_halves,
     worker_halves,
 )
+from kvtop.connector.inbound import Inbound
 from kvtop.connector.routing import Router
 from kvtop.connector.telemetry import Telemetry, telemetry_for
-from kvtop.connector.upstream import KVConnectorRole, KVConnectorTransferResults, NixlBaseConnector
+from kvtop.connector.upstream import (
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    NixlBaseConnector,
+    engine_waker,
+    finished_normally,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,30 +61,41 @@ class KvtopConnector(NixlBaseConnector):
         self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
-        self._awaiting_kv: set[str] = set()  # D's requests whose row in the ledger is still open
         if role == KVConnectorRole.SCHEDULER:
             self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
+            ranks = vllm_config.parallel_config.world_size
+            self.inbound = Inbound(deadline_s=self.settings.deadline_s, ranks=ranks)
+            self.control = Control(self.router, self.inbound, self.telemetry, engine_waker())
         else:
             self.push, self.pull = worker_halves(vllm_config, kv_cache_config, self.settings, self.telemetry)
+            self._told = (0, 0)
         self.halves: Mapping[Direction, Any] = {"push": self.push, "pull": self.pull}
 
     # Scheduler side: requests go to their half, steps to both.
 
     def _half(self, request: Request) -> Any:
-        return self.halves[self.router.direction(request.request_id, request.kv_transfer_params)]
+        """Return the half that a request belongs to: on P the one that holds, on D that of its direction."""
+        params = request.kv_transfer_params
+        direction = self.router.direction(request.request_id, params)
+        return self.push if params and params.get("do_remote_decode") else self.halves[direction]
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the pool in which blocks are kept from reuse."""
+        self.inbound.block_pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         """Fix the request's direction; on D, begin its row in the ledger."""
         self._half(request).on_new_request(request)
-        params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill"):
-            self._awaiting_kv.add(request.request_id)
+        if _receives(request):
             self._report(request, "decode", "queued")
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask the request's half how many tokens will come from the peer."""
+        """Ask the request's half how many tokens will come from the peer: none while D drains."""
+        if self.control.draining and _receives(request):
+            self._decline(request, "D drains")
+            return 0, False
         answer: tuple[int | None, bool] = self._half(request).get_num_new_matched_tokens(
             request, num_computed_tokens
         )
@@ -78,13 +103,13 @@ class KvtopConnector(NixlBaseConnector):
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Tell the request's half which blocks it got."""
-        params = request.kv_transfer_params
-        receives = bool(params and params.get("do_remote_prefill"))
+        receives = _receives(request)
         self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
         if receives and num_external_tokens > 0:
+            direction = self.router.direction(request.request_id, request.kv_transfer_params)
+            self.inbound.expect(request.request_id, direction, _written_to(blocks))
             self._report(request, "decode", "allocated")
         elif receives:
-            self._awaiting_kv.discard(request.request_id)
             self._report(request, "decode", "skipped")
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -95,23 +120,68 @@ class KvtopConnector(NixlBaseConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End the request in its half: whether P holds the blocks, and what D needs to know."""
-        half = self._half(request)
-        answer: tuple[bool, dict[str, Any] | None] = half.request_finished_all_groups(request, block_ids)
-        held = answer[0]
-        if held:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            answer = self._finish_prefill(request, block_ids)
+        else:
+            answer = self._finish_decode(request, block_ids)
+        self.router.forget(request.request_id)
+        return answer
+
+    def _finish_prefill(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        if self.control.draining and finished_normally(request):
+            self.control.refuse(request_id, "cancel", DRAINING_REASON)
+            self.push.connector_scheduler._reqs_not_processed.add(request_id)
+            self._report(
+                request, "prefill", "cancelled", error_class="cancel", error="P drains: D computes the prompt"
+            )
+            return False, None
+        held: bool
+        answer: dict[str, Any] | None
+        held, answer = self.push.request_finished_all_groups(request, block_ids)
+        if held and answer is not None:
+            direction = self.router.direction(request_id, request.kv_transfer_params)
+            self.control.held[request_id] = direction
+            if direction == "pull":
+                self.control.hold_for_reader(request_id)
+                answer["transfer_mode"] = "pull"
+                answer["remote_port"] = self.pull.connector_scheduler.side_channel_port
             self._report(
                 request,
                 "prefill",
                 "queued",
                 blocks=sum(len(group) for group in block_ids),
-                lease_s=float(half.connector_scheduler._kv_lease_duration),
+                lease_s=float(self.push.connector_scheduler._kv_lease_duration),
             )
-        if request.request_id in self._awaiting_kv:
-            self._awaiting_kv.discard(request.request_id)
-            error = "the request ended on D before its KV had arrived"
-            self._report(request, "decode", "cancelled", error_class="cancel", error=error)
-        self.router.forget(request.request_id)
+        return held, answer
+
+    def _finish_decode(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if _receives(request):  # it ended before its blocks were allocated
+            self._decline(request, "the request ended on D before its KV was asked for")
+        elif self.control.give_up(request.request_id, "cancel", "the request ended on D before its KV came"):
+            self._report(request, "decode", "cancelled", error_class="cancel", error="the request ended on D")
+        answer: tuple[bool, dict[str, Any] | None] = self._half(request).request_finished_all_groups(
+            request, block_ids
+        )
         return answer
+
+    def _decline(self, request: Request, reason: str) -> None:
+        """D computes locally what P holds: tell P, which frees its blocks."""
+        params = request.kv_transfer_params
+        assert params is not None
+        if self.router.direction(request.request_id, params) == "pull":
+            self.pull.connector_scheduler._reqs_need_recv[request.request_id] = (request, [], (), False)
+        else:
+            self.control.decline(request.request_id, params, reason)
+        params["do_remote_prefill"] = False
+        self._report(
+            request, "decode", "cancelled", error_class="cancel", error=f"computed locally: {reason}"
+        )
 
     def _report(self, request: Request, side: Any, step: Any, **facts: Any) -> None:
         params = request.kv_transfer_params or {}
@@ -122,32 +192,32 @@ class KvtopConnector(NixlBaseConnector):
         self.telemetry.step(side, request.request_id, step, direction, **facts)
 
     def build_connector_meta(self, scheduler_output: Any) -> BothMetadata:
-        """Collect both halves' work for this engine step."""
+        """Collect both halves' work for this engine step, and what kvtop adds."""
+        tasks = self.control.next_tasks()
         return BothMetadata(
             self.push.build_connector_meta(scheduler_output),
             self.pull.build_connector_meta(scheduler_output),
+            tasks,
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Tell both halves what the workers finished, and report it."""
-        for half in self.halves.values():
-            half.update_connector_output(connector_output)
-        failed = connector_output.failed_recving
         for request_id in connector_output.finished_recving or ():
             direction = self.router.known(request_id)
-            self._awaiting_kv.discard(request_id)
-            if request_id in failed:
-                self.telemetry.step(
-                    "decode", request_id, "failed", direction, error="the KV did not arrive on D"
-                )
-            else:
+            if request_id not in connector_output.failed_recving:
+                self.inbound.arrived(request_id)
                 self.telemetry.step("decode", request_id, "received", direction)
+            elif self.inbound.failed(request_id):
+                self.telemetry.step("decode", request_id, "quarantined", direction)
+        for half in self.halves.values():
+            half.update_connector_output(connector_output)
         for request_id in connector_output.finished_sending or ():
-            self.telemetry.step("prefill", request_id, "released", self.router.known(request_id))
+            self.telemetry.step("prefill", request_id, "released", self.control.held.pop(request_id, None))
+        self.control.hear(connector_output.kv_connector_worker_meta)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping for transfers although no request is scheduled."""
-        return any(half.has_pending_push_work() for half in self.halves.values())
+        """Whether the engine must keep stepping although no request is scheduled."""
+        return self.control.has_work or any(half.has_pending_push_work() for half in self.halves.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BothHandshakes]) -> None:
         """Serve each half's handshakes on its own port.
@@ -179,7 +249,26 @@ class KvtopConnector(NixlBaseConnector):
         super().bind_connector_metadata(connector_metadata)
         self.push.bind_connector_metadata(connector_metadata.push)
         self.pull.bind_connector_metadata(connector_metadata.pull)
-        self.push.connector_worker.hand_over(connector_metadata.push)
+        tasks = connector_metadata.tasks
+        self.push.connector_worker.hand_over(connector_metadata.push, tasks.refused, tasks.for_readers)
+        if tasks:
+            self._do(tasks)
+
+    def _do(self, tasks: Tasks) -> None:
+        """Do what the scheduler side wants beyond upstream's work."""
+        push, pull = self.push.connector_worker, self.pull.connector_worker
+        for request_id, (direction, error_class, reason) in tasks.give_ups.items():
+            (push if direction == "push" else pull).give_up(request_id, error_class, reason)
+        for request_id, (error_class, reason) in tasks.cancels.items():
+            push.cancel_send(request_id, error_class, reason)
+        for peer, request_id, prefill_request_id, reason in tasks.unwanted:
+            push.send_drop(peer, request_id, prefill_request_id, reason)
+        for order_id, engine_id in tasks.evictions.items():
+            left = [worker for worker in (push, pull) if not worker.evict(engine_id)]
+            if push.tp_rank == 0:
+                done = "forgotten: the next request handshakes afresh"
+                busy = "transfers with it, or a handshake, are under way: cancel them or try again"
+                self.telemetry.answer(order_id, ok=not left, message=busy if left else done)
 
     def clear_connector_metadata(self) -> None:
         """Let this step's work go."""
@@ -211,6 +300,18 @@ class KvtopConnector(NixlBaseConnector):
             failed_recving=push.failed_recving | pull.failed_recving,
         )
 
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return what the scheduler side must know, or None where there is no news."""
+        push, pull = self.push.connector_worker, self.pull.connector_worker
+        wire = (push.writes, pull.reads)
+        if wire == self._told and not (push.settled or pull.settled or push.pairs or pull.pairs):
+            return None
+        self._told = wire
+        report = WorkerReport(push.settled + pull.settled, *wire, {**pull.pairs, **push.pairs})
+        for worker in (push, pull):
+            worker.settled, worker.pairs = Counter(), {}
+        return report
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of D that either half failed to fill."""
         push, pull = (half.get_block_ids_with_load_errors() for half in self.halves.values())
@@ -233,6 +334,19 @@ class KvtopConnector(NixlBaseConnector):
         for half in self.halves.values():
             half.shutdown()
         self.telemetry.close()
+
+
+def _receives(request: Request) -> bool:
+    """Whether a request still asks for KV from P."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def _written_to(blocks: Any) -> list[Any]:
+    """Return the blocks of an allocation that KV is written to: those that hold no cached prefix."""
+    return [
+        block for group in blocks.blocks for block in group if block.block_hash is None and not block.is_null
+    ]
 
 
 def _text(value: object) -> str | None:

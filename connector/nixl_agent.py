@@ -10,6 +10,7 @@ the executor that both halves use for their handshakes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvtop.agents.events import Direction
+from kvtop.connector import peer_messages
+from kvtop.connector.probe import Probed, look_after
 from kvtop.connector.upstream import HEARTBEAT_PREFIX, PUSH_REG_NOTIF_PREFIX, init_logger
 
 logger = init_logger("vllm.kvtop.nixl_agent")
@@ -33,6 +36,7 @@ class SharedNixlAgent:
         """Share `agent` (a `nixl_agent`)."""
         self.agent = agent
         self.handshakes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtop-nixl-handshake")
+        self._prober = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtop-probe")
         self._halves: dict[Direction, HalfAgent] = {}
         self._metadata: bytes | None = None
         self._pumping = threading.Lock()
@@ -53,6 +57,16 @@ class SharedNixlAgent:
         """Return the view of the agent that one half uses; made on the first call."""
         return self._halves.setdefault(direction, HalfAgent(self))
 
+    def probe(self, engine_id: str, host: str, port: int, tell: Callable[[str, Probed], None]) -> None:
+        """Have a thread of its own look whether a peer engine still lives; `tell` is called there."""
+        with contextlib.suppress(RuntimeError):  # the engine ends
+            self._prober.submit(lambda: tell(engine_id, look_after(engine_id, host, port)))
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self.handshakes.shutdown(wait=False, cancel_futures=True)
+        self._prober.shutdown(wait=False, cancel_futures=True)
+
     def pump(self) -> None:
         """Fetch new notifications from NIXL and hand each to its half. Never waits for another pump."""
         if not self._pumping.acquire(blocking=False):
@@ -63,8 +77,15 @@ class SharedNixlAgent:
             self._pumping.release()
         for peer, messages in arrived.items():
             for message in messages:
-                for direction in self._receivers(message):
-                    self._halves[direction].deliver(peer, message)
+                self._route(peer, message)
+
+    def _route(self, peer: str, message: bytes) -> None:
+        """Hand a notification to the half that it is for: kvtop's own messages are all about pushes."""
+        if message.startswith(peer_messages.PREFIX):
+            self._halves["push"].on_peer_message(peer, message)
+            return
+        for direction in self._receivers(message):
+            self._halves[direction].deliver(peer, message)
 
     def _receivers(self, message: bytes) -> tuple[Direction, ...]:
         """Return the halves that a notification is for.
@@ -131,6 +152,9 @@ class HalfAgent:
         self.registrations: list[Any] = []
         self.tracks: Owner = lambda _request_id: False
         self.on_arrival: Callable[[], None] = lambda: None
+        self.on_peer_message: Callable[[str, bytes], None] = lambda _peer, _message: None
+        self.on_completion: Callable[[bytes], None] | None = None
+        """Where to bring what is no registration at once, instead of waiting to be asked."""
         self.on_made: Callable[[Any], None] = lambda _handle: None
         self.on_measured: Callable[[Any, Any], None] = lambda _handle, _telemetry: None
         self.on_released: Callable[[Any], None] = lambda _handle: None
@@ -141,6 +165,9 @@ class HalfAgent:
 
     def deliver(self, peer: str, message: bytes) -> None:
         """Take a notification for this half."""
+        if self.on_completion is not None and not message.startswith(PUSH_REG_NOTIF_PREFIX):
+            self.on_completion(message)
+            return
         self._inbox.put((peer, message))
         self.on_arrival()
 

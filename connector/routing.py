@@ -40,7 +40,20 @@ class Router:
     def __init__(self, mode: Direction) -> None:
         """Start with `mode` as the direction of requests that do not name one."""
         self.mode = mode
+        self.peer_modes: dict[str, Direction] = {}
+        """Exceptions, by the peer's engine id."""
         self._routes: dict[str, Direction] = {}
+
+    def set_mode(self, mode: Direction, peer: str | None = None) -> None:
+        """Have requests that arrive from now on take `mode`; with a peer, those only that name it.
+
+        A mode for all peers forgets the exceptions made before.
+        """
+        if peer is None:
+            self.mode = mode
+            self.peer_modes.clear()
+        else:
+            self.peer_modes[peer] = mode
 
     def direction(self, request_id: str, params: Mapping[str, Any] | None) -> Direction:
         """Return the request's direction, fixing it on the first call."""
@@ -49,7 +62,9 @@ class Router:
             return known
         if not params:
             return self.mode
-        chosen = self._routes[request_id] = direction_of(params, self.mode)
+        peer = params.get("remote_engine_id")
+        mode = self.peer_modes.get(peer, self.mode) if isinstance(peer, str) else self.mode
+        chosen = self._routes[request_id] = direction_of(params, mode)
         return chosen
 
     def known(self, request_id: str) -> Direction | None:

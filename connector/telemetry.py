@@ -8,27 +8,32 @@ in here may leave it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
 from kvtop import __version__
 from kvtop.agents.events import (
     Direction,
+    EngineEvent,
     EngineHello,
     EngineStats,
     ErrorClass,
     LatencySamples,
     Mark,
+    OrderAnswer,
     Process,
     Role,
     Side,
     Stage,
     TransferEvent,
 )
+from kvtop.agents.orders import ORDER_KINDS, Order
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import WIRE_VERSION, Clock
@@ -72,7 +77,41 @@ class Telemetry:
         """Report through `reporter`; None reports nothing."""
         self._reporter = reporter
         self._last_load: tuple[int, int, float, bool] | None = None
+        self._untaken: SimpleQueue[Order] = SimpleQueue()
+        self._take: Callable[[Order], None] = self._untaken.put
+        self._wake: Callable[[], None] = lambda: None
         self.errors = 0
+
+    def attach(self, reporter: Reporter | None) -> None:
+        """Report through `reporter` from now on."""
+        self._reporter = reporter
+
+    @fails_open
+    def obey(self, take: Callable[[Order], None], wake: Callable[[], None]) -> None:
+        """Have the agent's orders brought to `take` on the reporter's thread, and `wake` called after each.
+
+        Those that came before are brought at once.
+        """
+        self._take, self._wake = take, wake
+        with contextlib.suppress(Empty):
+            while True:
+                take(self._untaken.get_nowait())
+
+    @fails_open
+    def take_order(self, order: Order) -> None:
+        """Take one of the agent's orders. Runs on the reporter's thread."""
+        self._take(order)
+        self._wake()
+
+    @fails_open
+    def put(self, event: EngineEvent) -> None:
+        """Report any event."""
+        if self._reporter is not None:
+            self._reporter.put(event)
+
+    def answer(self, order_id: int, *, ok: bool, message: str) -> None:
+        """Say what became of an order."""
+        self.put(OrderAnswer(time.monotonic_ns(), order_id, ok, message))
 
     @fails_open
     def step(
@@ -194,21 +233,27 @@ def telemetry_for(
     key = f"{vllm_config.kv_transfer_config.engine_id}/{dp_index}"
     known = _of_process.get(key)
     if known is None:
-        reporter = _open_reporter(vllm_config, settings, process, dp_index)
-        known = _of_process[key] = Telemetry(reporter)
+        known = _of_process[key] = Telemetry(None)
+        known.attach(_open_reporter(vllm_config, settings, process, dp_index, known.take_order))
         atexit.register(known.close)  # the API server's stat logger has no hook for the end
     return known
 
 
 def _open_reporter(
-    vllm_config: VllmConfig, settings: Settings, process: Process | None, dp_index: int | None
+    vllm_config: VllmConfig,
+    settings: Settings,
+    process: Process | None,
+    dp_index: int | None,
+    on_order: Callable[[Order], None],
 ) -> Reporter | None:
     """Start the reporter, or return None where reporting is off or impossible."""
     if not settings.report:
         return None
     try:
         paths = RuntimePaths.at(settings.runtime_dir) if settings.runtime_dir else RuntimePaths.default()
-        reporter = Reporter(hello_of(vllm_config, settings, process, dp_index), paths)
+        hello = hello_of(vllm_config, settings, process, dp_index)
+        del on_order
+        reporter = Reporter(hello, paths)
         reporter.start()
     except Exception:
         logger.warning("kvtop cannot report to a node agent; the engine goes on without", exc_info=True)
@@ -227,11 +272,12 @@ def hello_of(
     suffix = f"_dp{index}"  # as vLLM's engine core appends it
     if parallel.data_parallel_size > 1 and dp_index is not None and not engine_id.endswith(suffix):
         engine_id += suffix
+    kind = process or _process_kind()
     name = settings.name or f"{role}-{side_channel()[1]}"
     return EngineHello(
         wire_version=WIRE_VERSION,
         software=f"kvtop {__version__}, vllm {VLLM_VERSION}",
-        process=process or _process_kind(),
+        process=kind,
         pid=os.getpid(),
         rank=parallel.rank,
         engine_id=engine_id,
@@ -241,6 +287,7 @@ def hello_of(
         tp_size=parallel.tensor_parallel_size,
         model=_model_name(vllm_config),
         clock=Clock(time.monotonic_ns(), time.time_ns()),
+        orders=list(ORDER_KINDS) if kind == "engine-core" else [],
     )
 
 

@@ -9,8 +9,10 @@ Read in vLLM 0.32.0 and 0.33.0 and NIXL 1.5.1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final
 
 from vllm import __version__ as VLLM_VERSION
@@ -21,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
@@ -28,16 +31,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
     NixlPushConnector,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
+    PUSH_REG_NOTIF_PREFIX,
+    NixlAgentMetadata,
+    NixlHandshakePayload,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id, zmq_ctx
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import make_zmq_path
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.request import RequestStatus
 
 __all__ = [
+    "GET_META_MSG",
     "HEARTBEAT_PREFIX",
     "PUSH_REG_NOTIF_PREFIX",
     "VLLM_VERSION",
@@ -45,7 +59,10 @@ __all__ = [
     "KVConnectorMetadata",
     "KVConnectorRole",
     "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "NixlAgentMetadata",
     "NixlBaseConnector",
+    "NixlHandshakePayload",
     "NixlPullConnector",
     "NixlPullConnectorScheduler",
     "NixlPullConnectorWorker",
@@ -53,15 +70,41 @@ __all__ = [
     "NixlPushConnectorScheduler",
     "NixlPushConnectorWorker",
     "StatLoggerBase",
+    "engine_waker",
+    "finished_normally",
+    "get_base_request_id",
     "init_logger",
+    "make_zmq_path",
     "nixl_agents_from",
     "on_cpu",
     "open_nixl_agent",
     "side_channel",
+    "zmq_ctx",
 ]
 
 HEARTBEAT_PREFIX: Final = b"HB:"
 """How a lease-renewal notification begins (`base_worker._send_heartbeats`)."""
+
+
+def engine_waker() -> Callable[[], None]:
+    """Return what makes an idle engine step. Call it while the engine's scheduler is under construction.
+
+    An engine core without work waits at its input queue; vLLM itself puts a wake-up there when it is to shut
+    down (`engine/core.py`). Whoever has asked for a step must have `has_pending_push_work` say so. Outside an
+    engine-core process (vLLM's in-process `LLM`) nobody waits, and waking does nothing.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        core = frame.f_locals.get("self")
+        if isinstance(core, EngineCoreProc):
+            return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        frame = frame.f_back
+    return lambda: None
+
+
+def finished_normally(request: Any) -> bool:
+    """Whether a finished request computed all that it was to compute: then P has KV to give."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def on_cpu() -> bool:

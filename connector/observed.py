@@ -1,19 +1,18 @@
-"""Upstream's push and pull workers, observed, and sharing one NIXL agent.
+"""What the push and the pull worker do alike: report what they see, and give up what must end.
 
-Each override calls upstream's method once, with what it was given, and returns what it returned; reports
-are made beside it and never raise. Two things are changed on purpose: where the NIXL agent comes from, and
-when new work reaches the push writer (`PushWorker.hand_over`).
+Mixed in before upstream's worker class. Each override calls upstream's method once, with what it was given,
+and returns what it returned; reports are made beside it and never raise.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any, Final
 
-from kvtop.agents.events import Direction, ErrorClass, Side
+from kvtop.agents.events import Direction, ErrorClass, PairReport, Side
 from kvtop.connector.nixl_agent import HalfAgent, SharedNixlAgent
 from kvtop.connector.telemetry import Telemetry
-from kvtop.connector.upstream import NixlPullConnectorWorker, NixlPushConnectorWorker
 
 FAILURES: Final[dict[str, tuple[Side, ErrorClass]]] = {
     "handshake_failed": ("decode", "handshake"),
@@ -26,8 +25,8 @@ WIRE_FAILURES: Final = ("transfer_setup_failed", "transfer_failed", "transfer_ex
 """Upstream's failure types of the initiator's own NIXL transfers."""
 
 
-class _Observed:
-    """What both workers report alike. Mixed in before upstream's worker class."""
+class Observed:
+    """Reports every transfer's life, and remembers peers."""
 
     direction: Direction
     initiator: Side
@@ -41,6 +40,13 @@ class _Observed:
         self._measured: dict[str, list[Any]] = {}
         self._opening: str | None = None
         self._opened = False
+        self.settled: Counter[str] = Counter()
+        """D's requests that failed, and into whose blocks nothing of this rank can be written any more."""
+        self.pairs: dict[str, PairReport] = {}
+        """What changed about peers since the scheduler was last told, by engine id."""
+        self.replaced: list[str] = []
+        """Engine ids of peers in whose place another engine has been met."""
+        self._peer_at: dict[tuple[str, int], str] = {}
         agent: HalfAgent = worker.nixl_wrapper
         agent.on_made = self._handle_made
         agent.on_measured = self._handle_measured
@@ -103,14 +109,17 @@ class _Observed:
         before = set(done_sending)
         super()._reap_expired_send_leases(done_sending)  # type: ignore[misc]
         for request_id in done_sending - before:
-            self._telemetry.step(
-                "prefill",
-                request_id,
-                "expired",
-                self.direction,
-                error_class="expiry",
-                error="the lease ended before the KV was fetched; P's blocks are free again",
-            )
+            self._report_expired(request_id)
+
+    def _report_expired(self, request_id: str) -> None:
+        self._telemetry.step(
+            "prefill",
+            request_id,
+            "expired",
+            None,  # as P expected it
+            error_class="expiry",
+            error="the lease ended before the KV was fetched; P's blocks are free again",
+        )
 
     def _handle_heartbeat(self, payload: str) -> None:
         super()._handle_heartbeat(payload)  # type: ignore[misc]
@@ -122,7 +131,7 @@ class _Observed:
                     "prefill",
                     request_id,
                     "queued",
-                    self.direction,
+                    None,
                     lease_s=deadline_s - time.perf_counter(),
                 )
 
@@ -136,6 +145,10 @@ class _Observed:
         **context: Any,
     ) -> None:
         super()._log_failure(failure_type, req_id, msg, error, meta, **context)  # type: ignore[misc]
+        reason = f"{failure_type}: {error or msg or context.get('xfer_state', 'no reason given')}"
+        if failure_type == "handshake_setup_failed":
+            self._note_pair(str(context.get("remote_engine_id")), "failed", handshake_reason(error))
+            return
         side, error_class = FAILURES.get(failure_type, (self.initiator, "transport"))
         if req_id is None or not (failure_type in FAILURES or failure_type in WIRE_FAILURES):
             return
@@ -147,92 +160,44 @@ class _Observed:
             self.direction,
             rank=worker.tp_rank,
             error_class=error_class,
-            error=f"{failure_type}: {error or msg or context.get('xfer_state', 'no reason given')}",
+            error=reason,
         )
 
+    def _track_remote_engine_replacement(self, engine_id: str, host: str, port: int) -> None:
+        """Upstream calls this after each handshake, on the handshake thread with its lock held."""
+        super()._track_remote_engine_replacement(engine_id, host, port)  # type: ignore[misc]
+        before = self._peer_at.get((host, port))
+        self._peer_at[(host, port)] = engine_id
+        self._note_pair(engine_id, "ready", address=f"{host}:{port}")
+        if before not in (None, engine_id):
+            self.replaced.append(str(before))
 
-class PushWorker(_Observed, NixlPushConnectorWorker):
-    """Upstream's push worker: on P it writes, on D it registers and waits."""
+    def _note_pair(self, engine_id: str, state: Any, reason: str = "", address: str = "") -> None:
+        self.pairs[engine_id] = PairReport(engine_id, state, time.monotonic_ns(), reason, address)
 
-    direction = "push"
-    initiator = "prefill"
+    def evict(self, engine_id: str) -> bool:
+        """Forget a peer's NIXL state unless a transfer with it is under way; return whether none is left."""
+        worker: Any = self
+        if engine_id not in worker._remote_agents:
+            return True
+        if self.busy_with(engine_id):
+            return False
+        worker._cleanup_remote_engine(engine_id, log_eviction=False)
+        self._note_pair(engine_id, "evicted")
+        return True
 
-    def observe(self, telemetry: Telemetry, shared: SharedNixlAgent) -> None:
-        """Take part in what is observed and shared."""
-        super().observe(telemetry, shared)
-        self.nixl_wrapper.on_arrival = self._push_writer_wake.set
-
-    def hand_over(self, metadata: Any) -> None:
-        """Give the writer thread this step's registrations and finished blocks at once.
-
-        Upstream does it in `start_load_kv`, which vLLM calls after the forward pass: one engine step late
-        (measured: 180 of the 300 ms of a hand-over with four requests in flight). Both kinds of work are
-        complete when the metadata arrives, and what the writer causes is looked at only after
-        `start_load_kv` has run.
-        """
-        if not (metadata.push_registrations or metadata.push_finished_blocks):
-            return
-        for request_id, registration in metadata.push_registrations.items():
-            self._reg_send_inbox.put((request_id, registration))
-        for request_id, block_ids in metadata.push_finished_blocks.items():
-            self._finished_blocks_inbox.put((request_id, block_ids))
-        metadata.push_registrations = {}
-        metadata.push_finished_blocks = {}
-        self._push_writer_wake.set()
-
-    def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
-        super()._do_send_reg_notif(req_id, reg_data)
-        self._telemetry.step("decode", req_id, "registered", "push", rank=self.tp_rank)
-
-    def _do_start_push_kv(
-        self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
-    ) -> None:
-        peer_engine_id = registration_data.get("decode_engine_id")
-        self._telemetry.step(
-            "prefill",
-            request_id,
-            "matched",
-            "push",
-            rank=self.tp_rank,
-            peer_request_id=registration_data.get("request_id"),
-            peer_engine_id=peer_engine_id,
-            ranks_expected=self.world_size,
-        )
-        if peer_engine_id not in self._remote_agents:
-            self._telemetry.step("prefill", request_id, "handshaking", "push", rank=self.tp_rank)
-        super()._do_start_push_kv(request_id, local_block_ids, registration_data)
-
-    def _xfer_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        self._open(req_id, lambda: super(PushWorker, self)._xfer_blocks_for_req(req_id, meta))
+    def busy_with(self, engine_id: str) -> bool:
+        """Whether a transfer with this peer is under way, or a handshake with any peer."""
+        worker: Any = self
+        with worker._handshake_lock:
+            if worker._handshake_futures:
+                return True
+        waiting = (meta.remote.engine_id for meta in worker._recving_metadata.values() if meta.remote)
+        return engine_id in waiting
 
 
-class PullWorker(_Observed, NixlPullConnectorWorker):
-    """Upstream's pull worker: on D it reads, on P it holds blocks until they have been read."""
-
-    direction = "pull"
-    initiator = "decode"
-
-    def observe(self, telemetry: Telemetry, shared: SharedNixlAgent) -> None:
-        """Take part in what is observed and shared."""
-        super().observe(telemetry, shared)
-        self.nixl_wrapper.tracks = self._tracks
-
-    def _tracks(self, request_id: str) -> bool:
-        return request_id in self._reqs_to_send or request_id in self._reqs_to_process
-
-    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        def read() -> None:
-            super(PullWorker, self)._read_blocks_for_req(req_id, meta)
-
-        if not any(len(group) for group in meta.local_block_ids):
-            self._telemetry.step("decode", req_id, "skipped", "pull", rank=self.tp_rank)
-            read()
-            return
-        self._telemetry.step(
-            "decode", req_id, "matched", "pull", rank=self.tp_rank, ranks_expected=self.world_size
-        )
-        if meta.remote.engine_id not in self._remote_agents:
-            self._telemetry.step("decode", req_id, "handshaking", "pull", rank=self.tp_rank)
-            read()
-            return
-        self._open(req_id, read)
+def handshake_reason(error: BaseException | None) -> str:
+    """Say why a handshake failed, for people."""
+    if type(error).__name__ == "Again":  # zmq's name for a receive that timed out
+        return "handshake timed out: the peer hangs, or its handshake port is blocked"
+    return f"handshake failed: {error}"

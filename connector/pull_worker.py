@@ -1,0 +1,78 @@
+"""Upstream's pull worker: on D it reads. What P holds for a reader is held by the push worker.
+
+A read that must end before NIXL says so is abandoned: its handles are polled on, since only then is it known
+that nothing is written into D's blocks any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtop.agents.events import ErrorClass
+from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.observed import Observed
+from kvtop.connector.telemetry import Telemetry
+from kvtop.connector.upstream import NixlPullConnectorWorker
+
+
+class PullWorker(Observed, NixlPullConnectorWorker):
+    """D's reads, observed; each can be given up."""
+
+    direction = "pull"
+    initiator = "decode"
+
+    def observe(self, telemetry: Telemetry, shared: SharedNixlAgent) -> None:
+        """Take part in what is observed and shared."""
+        super().observe(telemetry, shared)
+        self._abandoned: dict[str, list[Any]] = {}
+        self.nixl_wrapper.tracks = self._tracks
+
+    @property
+    def reads(self) -> int:
+        """How many requests have reads on the wire."""
+        return len(self._recving_transfers) + len(self._abandoned)
+
+    def _tracks(self, request_id: str) -> bool:
+        return request_id in self._reqs_to_send or request_id in self._reqs_to_process
+
+    def give_up(self, request_id: str, error_class: ErrorClass, reason: str) -> bool:
+        """End the read of D's request. Returns False where it has ended already."""
+        if request_id not in self._recving_metadata:
+            return False
+        self._telemetry.step(
+            "decode", request_id, "failed", "pull", rank=self.tp_rank, error_class=error_class, error=reason
+        )
+        handles = self._recving_transfers.pop(request_id, None)
+        if handles:
+            self._abandoned[request_id] = handles
+        self._failed_recv_reqs.put(request_id)
+        return True
+
+    def get_transfer_results(self) -> Any:
+        """Return upstream's results, and settle what failed as soon as nothing can be written any more."""
+        results = super().get_transfer_results()
+        done, _failed = super()._pop_done_transfers(self._abandoned)
+        self.settled.update(done)
+        self.settled.update(results.failed_recving - self._abandoned.keys() - done)
+        return results
+
+    def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        awaited = meta.awaiting_kvs or any(meta.local_block_ids)
+        if awaited and req_id not in self._recving_metadata:
+            return  # given up while its handshake was under way
+
+        def read() -> None:
+            super(PullWorker, self)._read_blocks_for_req(req_id, meta)
+
+        if not any(len(group) for group in meta.local_block_ids):
+            self._telemetry.step("decode", req_id, "skipped", "pull", rank=self.tp_rank)
+            read()
+            return
+        self._telemetry.step(
+            "decode", req_id, "matched", "pull", rank=self.tp_rank, ranks_expected=self.world_size
+        )
+        if meta.remote.engine_id not in self._remote_agents:
+            self._telemetry.step("decode", req_id, "handshaking", "pull", rank=self.tp_rank)
+            read()
+            return
+        self._open(req_id, read)

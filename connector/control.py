@@ -98,7 +98,6 @@ class Control:
                 self._telemetry.step("decode", request_id, "settled", None)
             self._wire = (workers.writes, workers.reads)
             self._pairs.update(workers.pairs)
-        self.report()
 
     def report(self) -> None:
         """Tell the agent what holds, where it changed."""

@@ -202,6 +202,7 @@ class KvtopConnector(NixlBaseConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Tell both halves what the workers finished, and report it."""
+        self.control.hear(connector_output.kv_connector_worker_meta)
         for request_id in connector_output.finished_recving or ():
             direction = self.router.known(request_id)
             if request_id not in connector_output.failed_recving:
@@ -213,7 +214,7 @@ class KvtopConnector(NixlBaseConnector):
             half.update_connector_output(connector_output)
         for request_id in connector_output.finished_sending or ():
             self.telemetry.step("prefill", request_id, "released", self.control.held.pop(request_id, None))
-        self.control.hear(connector_output.kv_connector_worker_meta)
+        self.control.report()
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping although no request is scheduled."""

@@ -82,7 +82,7 @@ class SharedNixlAgent:
     def _route(self, peer: str, message: bytes) -> None:
         """Hand a notification to the half that it is for: kvtop's own messages are all about pushes."""
         if message.startswith(peer_messages.PREFIX):
-            self._halves["push"].on_peer_message(peer, message)
+            self._halves["push"].on_peer_message(peer_messages.agent_name(peer), message)
             return
         for direction in self._receivers(message):
             self._halves[direction].deliver(peer, message)

@@ -85,6 +85,11 @@ def new_agent_name() -> str:
     return f"{AGENT_NAME_PREFIX}{uuid.uuid4()}"
 
 
+def agent_name(name: str | bytes) -> str:
+    """Return a NIXL agent's name as text: `add_remote_agent` returns bytes, notifications come with text."""
+    return name.decode() if isinstance(name, bytes) else name
+
+
 def is_kvtop_agent(name: str) -> bool:
     """Whether a peer's NIXL agent understands these messages.
 

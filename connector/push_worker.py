@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvtop.agents.events import ErrorClass
+from kvtop.connector.contained import contained
 from kvtop.connector.nixl_agent import SharedNixlAgent
 from kvtop.connector.observed import Observed
 from kvtop.connector.peer_messages import (
@@ -31,6 +32,7 @@ from kvtop.connector.peer_messages import (
     Peer,
     PeerMessage,
     Settled,
+    agent_name,
     decode,
     encode,
     is_kvtop_agent,
@@ -48,6 +50,9 @@ logger = init_logger("vllm.kvtop.push_worker")
 
 POLL_S: Final = 0.001
 """How often the writer looks after writes on the wire, and for registrations that its blocks wait for."""
+IDLE_POLL_S: Final = 0.02
+"""How often it looks for messages while there is nothing to do: an idle engine does not step, and NIXL wakes
+nobody. A D that asks an idle P must not wait for the next request there."""
 HANDSHAKE_ATTEMPTS: Final = 3
 REMEMBERED: Final = 4096
 """How many refusals and ended pushes are remembered for messages that are still to come."""
@@ -138,6 +143,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
 
     # --- Before the forward pass, on the engine's thread ---------------------------------------------------
 
+    @contained
     def hand_over(
         self, metadata: Any, refused: Mapping[str, tuple[ErrorClass, str]], for_readers: set[str]
     ) -> None:
@@ -190,7 +196,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             except Exception:
                 logger.exception("the push writer met an error, and goes on")
             waits = self._sending_transfers or self._push_finished_blocks
-            self._push_writer_wake.wait(POLL_S if waits else None)
+            self._push_writer_wake.wait(POLL_S if waits else IDLE_POLL_S)
             self._push_writer_wake.clear()
 
     def _writer_pass(self) -> None:
@@ -508,7 +514,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             pending.add_done_callback(when_known)
             return
         with self._handshake_lock:
-            agents = list((self._remote_agents.get(peer.engine_id) or {}).values())
+            agents = list(map(agent_name, (self._remote_agents.get(peer.engine_id) or {}).values()))
         for agent in agents:
             notification = message if isinstance(message, bytes) else encode(message)
             if not is_kvtop_agent(agent):
@@ -536,7 +542,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             reg_data.get("remote_pp_size", 1),
         )
         with self._handshake_lock:
-            agents = set((self._remote_agents.get(peer.engine_id) or {}).values())
+            agents = set(map(agent_name, (self._remote_agents.get(peer.engine_id) or {}).values()))
         self._registered[req_id] = _Registered(peer, peer_of(reg_data), agents)
         super()._do_send_reg_notif(req_id, reg_data)
         self._telemetry.step("decode", req_id, "registered", "push", rank=self.tp_rank)
@@ -562,11 +568,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             self.reasons.pop(request_id, None)
         for request_id in results.failed_recving:
             self._after_failure(request_id)
-        for request_id in _drain(self._released):
-            if request_id in self._held and request_id not in results.finished_sending:
-                self._reqs_to_send.pop(request_id, None)
-                self._reqs_to_process.discard(request_id)
-                results.finished_sending.add(request_id)
+        self._free_released(results.finished_sending)
         with self._guard:
             self._held -= results.finished_sending
         self._for_readers -= results.finished_sending
@@ -574,6 +576,16 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         self._probe_unsettled()
         return results
 
+    @contained
+    def _free_released(self, finished_sending: set[str]) -> None:
+        """Have what the writer has let go of freed, each once."""
+        for request_id in _drain(self._released):
+            if request_id in self._held and request_id not in finished_sending:
+                self._reqs_to_send.pop(request_id, None)
+                self._reqs_to_process.discard(request_id)
+                finished_sending.add(request_id)
+
+    @contained
     def _part_from_replaced(self) -> None:
         """End what waits for engines that came back as others, and forget them when nothing uses them."""
         for engine_id in list(self.replaced):
@@ -613,6 +625,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             self._report_expired(request_id)
             self._ended.put((request_id, "expiry", "P's lease ended before D's registration could be served"))
 
+    @contained
     def _filter_completions(self) -> None:
         """Keep from upstream what would confuse it: reads of blocks that are not held, and late writes."""
         for notification in list(_drain(self._pending_completion_notifs)):
@@ -626,6 +639,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             else:
                 self._pending_completion_notifs.put(notification)
 
+    @contained
     def _after_failure(self, request_id: str) -> None:
         """Ask P to drop a request of D's that failed; until P answers, its blocks are in quarantine."""
         error_class, reason = self.reasons.pop(request_id, ("transport", "the KV did not arrive on D"))
@@ -642,6 +656,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             if is_kvtop_agent(agent):
                 self._notify(agent, drop)
 
+    @contained
     def _hear_answers(self) -> None:
         """Take what P said about D's requests."""
         for agent, answer in _drain(self._answers):
@@ -667,6 +682,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             del self._unsettled[request_id]
             self.settled[request_id] += 1
 
+    @contained
     def _probe_unsettled(self) -> None:
         """Settle what a peer can no longer write: it is gone, or a stock one whose lease is long over."""
         now = time.monotonic()

@@ -31,11 +31,14 @@ class Connector:
     """Where it is imported from; None for one of vLLM's own."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`kv_connector_extra_config`."""
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """What D does with a request whose KV does not come (vLLM's own default is to fail it)."""
 
     def transfer_config(self, role: Role, instance: str) -> str:
         """Return `--kv-transfer-config` for an instance of this role."""
         extra = dict(self.extra)
         config = {"kv_connector": self.name, "kv_role": KV_ROLES[role], "kv_buffer_device": "cpu"}
+        config["kv_load_failure_policy"] = self.load_failure_policy
         if self.module_path is not None:
             config["kv_connector_module_path"] = self.module_path
             extra["kvtop_name"] = instance

@@ -26,6 +26,9 @@ from kvtop.console.demo.servers import MODEL_NAME, Connector, Server, kvtop_conn
 
 REPOSITORY = Path(__file__).parents[2]
 REQUEST_TIMEOUT_S = 60.0
+DEADLINE_S = 4.0
+LEASE_S = 6
+"""Of the "impatient" pair: how long D waits for KV, and how long P holds it."""
 DAMAGE_FILE = "damage"
 DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
 """The variable that tells `tests.support.corrupting`, which runs inside the engine, of that file."""
@@ -37,6 +40,11 @@ CONNECTORS: Mapping[str, Connector] = {
     "kvtop-pull": kvtop_connector("pull"),
     "kvtop-push-spinning": Connector(
         "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push", "kvtop_progress_delay_us": 0}
+    ),
+    "kvtop-impatient": Connector(
+        "KvtopConnector",
+        "kvtop.connector",
+        {"kvtop_mode": "push", "kvtop_deadline_s": DEADLINE_S, "kv_lease_duration": LEASE_S},
     ),
     "corrupting": Connector("CorruptingConnector", "tests.support.corrupting", {"kvtop_mode": "push"}),
 }

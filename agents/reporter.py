@@ -2,7 +2,7 @@
 
 The engine's threads only ever append to the ring. Everything that can wait or fail (connecting, starting an
 agent, sending) happens on the reporter's own thread; when the agent is slow, stopped or gone, events wait in
-the ring until it is full, and are then counted as dropped.
+the ring until it is full, and are then counted as dropped. The same thread takes the agent's orders.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import contextlib
 import logging
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from kvtop.agents.events import Batch, EngineEvent, EngineHello, EngineStopping
+from kvtop.agents.events import Batch, EngineEvent, EngineHello, EngineStopping, InstanceReport
+from kvtop.agents.orders import Order
 from kvtop.agents.runtime import ENV_RUNTIME_DIR, RuntimePaths
 from kvtop.agents.wire import (
     HEADER,
@@ -47,7 +50,9 @@ HEARTBEAT_S: Final = 1.0
 """Longest silence of a live connection: an empty batch says that the process still runs."""
 LAUNCH_PAUSE_S: Final = (2.0, 60.0)
 """First and longest pause before another agent is launched after one that did not stay."""
+RECEIVED_AT_ONCE_BYTES: Final = 1 << 16
 _ANSWER = msgspec.msgpack.Decoder(Welcome | Refusal)
+_ORDER = msgspec.msgpack.Decoder(Order | Refusal)
 
 
 class Reporter:
@@ -61,6 +66,7 @@ class Reporter:
         capacity: int = 16_384,
         start_agent: bool = True,
         flush_interval_s: float = 0.05,
+        on_order: Callable[[Order], None] | None = None,
     ) -> None:
         """Prepare to report as `hello`; nothing happens before `start`.
 
@@ -70,6 +76,8 @@ class Reporter:
             capacity: how many events the ring holds.
             start_agent: whether to start an agent where none answers.
             flush_interval_s: how often the ring is emptied.
+            on_order: called on the reporter's thread with each of the agent's orders; must not wait. What it
+                puts as an answer goes out at once. What it raises is logged.
         """
         self._hello = hello
         self._paths = paths or RuntimePaths.default()
@@ -82,6 +90,9 @@ class Reporter:
         self._unsendable = 0  # counted by the reporter's thread alone
         self._told_dropped = 0
         self._lost_ns: int | None = None
+        self._on_order = on_order
+        self._received = bytearray()
+        self._standing: InstanceReport | None = None
         self._socket: socket.socket | None = None
         self._refused = False
         self._next_launch_s = 0.0
@@ -122,42 +133,84 @@ class Reporter:
         """Connect, send, reconnect; until closed or refused for good."""
         retry_s = self._flush_interval_s
         while not self._refused:
+            ending = self._closing.is_set()  # read first: what was queued before it is still sent
             try:
                 if self._socket is None:
                     self._socket = self._connect()
                     self._launch_pause_s = LAUNCH_PAUSE_S[0]
                     retry_s = self._flush_interval_s
                 self._flush(self._socket)
+                if not ending:
+                    self._listen(self._socket)
             except Refused as refusal:
                 self._refused = True
                 logger.warning("the node agent does not take this engine's reports: %s", refusal)
             except Exception as error:
                 self._lose(error)
                 retry_s = min(1.0, retry_s * 2) * random.uniform(0.8, 1.2)
-            if self._closing.is_set():
+            if ending:
                 break
-            self._closing.wait(self._flush_interval_s if self._socket else retry_s)
+            if self._socket is None:
+                self._closing.wait(retry_s)
         if self._socket is not None:
             self._socket.close()
 
     def _flush(self, connection: socket.socket) -> None:
-        """Send all queued events, and any new loss; notice an agent that has gone."""
+        """Send all queued events, and any new loss."""
         while self._has_news():
             while self._ring and len(self._sending) < EVENTS_PER_BATCH:
-                self._sending.append(self._ring.popleft())
+                event = self._ring.popleft()
+                if isinstance(event, InstanceReport):
+                    self._standing = event
+                self._sending.append(event)
             frame, dropped = self._next_frame()
             connection.sendall(frame)
             self._told_dropped = dropped
             self._sending = []
             self._last_send_s = time.monotonic()
-        connection.setblocking(False)
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Wait until the ring is due, or until the agent says something, and take that.
+
+        Raises:
+            ConnectionResetError: the agent has gone.
+            MalformedFrame: what it sends is out of step; another connection puts that right.
+        """
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(self._flush_interval_s * 1e3):
+            return
+        received = connection.recv(RECEIVED_AT_ONCE_BYTES)
+        if not received:
+            raise ConnectionResetError("the agent closed the connection")
+        self._received += received
+        while len(self._received) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._received)
+            if length > MAX_INBOUND_FRAME_BYTES:
+                raise MalformedFrame(f"the agent announces a frame of {length} bytes")
+            end = HEADER.size + length
+            if len(self._received) < end:
+                return
+            body = bytes(self._received[HEADER.size : end])
+            del self._received[:end]
+            self._obey(body)
+
+    def _obey(self, body: bytes) -> None:
+        """Hand one order on; what is none, and what goes wrong with it, ends nothing."""
         try:
-            if connection.recv(1) == b"":
-                raise ConnectionResetError("the agent closed the connection")
-        except BlockingIOError:
-            pass
-        finally:
-            connection.settimeout(SEND_TIMEOUT_S)
+            order = decode(body, _ORDER)
+        except MalformedFrame as error:
+            logger.info("the node agent sent what is no order: %s", error)
+            return
+        if isinstance(order, Refusal):
+            logger.info("the node agent closes the connection: %s", order.reason)
+            return
+        if self._on_order is None:
+            return
+        try:
+            self._on_order(order)
+        except Exception:
+            logger.exception("an order of the node agent failed: %r", order)
 
     def _next_frame(self) -> tuple[bytes, int]:
         """Return a frame that the agent accepts and the drops it tells; what does not fit stays queued.
@@ -198,6 +251,9 @@ class Reporter:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+            self._received.clear()
+            if self._standing is not None:  # the next agent knows nothing of what holds here
+                self._sending.insert(0, self._standing)
             logger.info("lost the node agent: %s", error)
 
     def _connect(self) -> socket.socket:

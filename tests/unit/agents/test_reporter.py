@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvtop.agents.events import (
@@ -18,13 +20,16 @@ from kvtop.agents.events import (
     EngineHello,
     EngineStats,
     EngineStopping,
+    InstanceReport,
     LatencySamples,
+    OrderAnswer,
     TransferEvent,
 )
+from kvtop.agents.orders import CancelTransfer, EvictPeer, Order, SetDraining, SetMode
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import HEADER, MAX_INBOUND_FRAME_BYTES, WIRE_VERSION, Refusal, Welcome, encode_frame
-from tests.support.agent import hello, runtime_folder
+from tests.support.agent import frame, hello, runtime_folder
 from tests.support.waiting import wait_until
 
 
@@ -44,6 +49,10 @@ class Listener:
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes to the reporter that came last."""
+        self._connections[-1].sendall(data)
 
     def close(self) -> None:
         """Go without a word, as a killed agent does."""
@@ -262,3 +271,137 @@ def test_a_runtime_folder_that_cannot_be_used_does_not_reach_the_engine(
     reporter.close(5)
 
     assert not reporter.connected
+
+
+ORDERS: list[Order] = [
+    SetMode(1, "pull"),
+    SetMode(2, "push", "engine-of-decode-0"),
+    SetDraining(3, True),
+    CancelTransfer(4, "decode", "cmpl-1"),
+    EvictPeer(5, "engine-of-decode-0"),
+]
+
+
+def test_orders_come_at_once_and_in_order_and_so_do_their_answers(paths: RuntimePaths) -> None:
+    def obey(order: Order) -> None:
+        reporter.put(OrderAnswer(time.monotonic_ns(), order.order_id, True))
+
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, flush_interval_s=20, on_order=obey)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        began_s = time.monotonic()
+        listener.send(b"".join(encode_frame(order) for order in ORDERS))
+        wait_until(lambda: len(listener.events) == 5, "all answers")
+        took_s = time.monotonic() - began_s
+
+    reporter.close(5)
+    assert [each.order_id for each in listener.events if isinstance(each, OrderAnswer)] == [1, 2, 3, 4, 5]
+    assert took_s < 5  # the ring alone would be emptied every 20 s only
+
+
+def test_an_order_that_comes_in_pieces_is_taken_whole(paths: RuntimePaths) -> None:
+    taken: list[Order] = []
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, on_order=taken.append)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        for byte in b"".join(encode_frame(order) for order in ORDERS):
+            listener.send(bytes([byte]))
+        wait_until(lambda: len(taken) == 5, "all orders")
+        reporter.close(5)
+
+    assert taken == ORDERS
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        frame(b"\xc1"),
+        frame(b""),
+        frame(b"\x91" * 50_000),
+        encode_frame(Refusal(WIRE_VERSION, "a test", "go away")),
+        encode_frame(Welcome(WIRE_VERSION, "a test", "node", 1, 1, "engine")),
+        frame(msgspec.msgpack.encode({"type": "set-mode", "order_id": -1, "mode": "push"})),
+        frame(msgspec.msgpack.encode({"type": "set-mode", "order_id": 1, "mode": "sideways"})),
+    ],
+)
+def test_what_is_no_order_does_not_end_reporting(paths: RuntimePaths, wrong: bytes) -> None:
+    taken: list[Order] = []
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, on_order=taken.append)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        listener.send(wrong + encode_frame(SetDraining(7, True)))
+        wait_until(lambda: taken, "the order after it")
+        reporter.put(numbered(1)[0])
+        wait_until(lambda: listener.events, "a report after it")
+        reporter.close(5)
+
+    assert taken == [SetDraining(7, True)]
+    assert len(listener.hellos) == 1
+
+
+def test_an_order_that_fails_does_not_end_reporting(
+    paths: RuntimePaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(order: Order) -> None:
+        raise RuntimeError("made by the test")
+
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, on_order=fail)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        listener.send(encode_frame(SetDraining(7, True)))
+        wait_until(lambda: "made by the test" in caplog.text, "the failure to be logged")
+        reporter.put(numbered(1)[0])
+        wait_until(lambda: listener.events, "a report after it")
+        reporter.close(5)
+
+    assert len(listener.hellos) == 1
+
+
+def test_frames_that_are_out_of_step_are_put_right_by_another_connection(paths: RuntimePaths) -> None:
+    taken: list[Order] = []
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, on_order=taken.append)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        listener.send(HEADER.pack(MAX_INBOUND_FRAME_BYTES + 1) + b"half of")
+        wait_until(lambda: len(listener.hellos) == 2 and reporter.connected, "another connection")
+        listener.send(encode_frame(SetDraining(7, True)))
+        wait_until(lambda: taken, "an order")
+        reporter.close(5)
+
+    assert taken == [SetDraining(7, True)]
+
+
+def test_an_idle_reporter_sleeps(paths: RuntimePaths) -> None:
+    with listening(paths) as listener:
+        reporter = Reporter(hello(), paths, start_agent=False, on_order=lambda _order: None)
+        reporter.start()
+        wait_until(lambda: reporter.connected, "the connection")
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        heartbeats = len(listener.dropped) + 2
+        wait_until(lambda: len(listener.dropped) >= heartbeats, "two heartbeats", poll_s=0.2)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        reporter.close(5)
+
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_another_agent_is_told_what_holds_although_nothing_has_changed(paths: RuntimePaths) -> None:
+    holds = InstanceReport(at_ns=2, mode="pull", draining=True)
+    reporter = Reporter(hello(), paths, start_agent=False)
+    for event in (InstanceReport(at_ns=1, mode="push"), holds):
+        reporter.put(event)
+    with listening(paths) as first:
+        reporter.start()
+        wait_until(lambda: len(first.events) == 2, "both reports")
+    wait_until(lambda: not reporter.connected, "the loss to be noticed")
+
+    with listening(paths) as second:
+        wait_until(lambda: second.events, "the report again")
+        reporter.close(5)
+
+    assert second.events[0] == holds

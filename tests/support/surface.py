@@ -69,4 +69,6 @@ def _identifiers(tree: ast.Module) -> set[str]:
         match node:
             case ast.Attribute(attr=name) | ast.Name(id=name):
                 seen.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                seen.add(name)
     return seen

@@ -20,6 +20,7 @@ def test_every_setting_is_taken() -> None:
             "kvtop_name": "decode-7",
             "kvtop_pull_port_offset": 7,
             "kvtop_progress_delay_us": 0,
+            "kvtop_deadline_s": 12.5,
             "kvtop_runtime_dir": "/run/kvtop",
             "kvtop_report": False,
         }
@@ -30,6 +31,7 @@ def test_every_setting_is_taken() -> None:
         name="decode-7",
         pull_port_offset=7,
         progress_delay_us=0,
+        deadline_s=12.5,
         runtime_dir=Path("/run/kvtop"),
         report=False,
     )
@@ -46,6 +48,8 @@ def test_every_setting_is_taken() -> None:
         ("kvtop_pull_port_offset", True),
         ("kvtop_progress_delay_us", -1),
         ("kvtop_progress_delay_us", 1.5),
+        ("kvtop_deadline_s", 0),
+        ("kvtop_deadline_s", "60"),
         ("kvtop_runtime_dir", None),
         ("kvtop_report", "yes"),
         ("kvtop_moed", "push"),

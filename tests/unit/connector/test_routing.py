@@ -55,3 +55,22 @@ def test_requests_without_transfer_leave_no_trace() -> None:
     router = Router("push")
     assert router.direction("a", None) == "push"
     assert len(router) == 0
+
+
+def test_a_mode_for_one_peer_leaves_the_others_alone() -> None:
+    router = Router("push")
+    router.set_mode("pull", peer="engine-7")
+
+    assert router.direction("a", {**DECODE, "remote_engine_id": "engine-7"}) == "pull"
+    assert router.direction("b", {**DECODE, "remote_engine_id": "engine-8"}) == "push"
+    assert router.direction("c", {**PREFILL, "remote_engine_id": None}) == "push"
+    assert router.mode == "push"
+
+
+def test_a_mode_for_all_peers_forgets_the_exceptions() -> None:
+    router = Router("push")
+    router.set_mode("push", peer="engine-7")
+    router.set_mode("pull")
+
+    assert router.direction("a", {**DECODE, "remote_engine_id": "engine-7"}) == "pull"
+    assert router.peer_modes == {}

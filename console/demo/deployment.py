@@ -36,6 +36,7 @@ def start_pair(
     model: Path,
     connector: Connector,
     *,
+    decode_connector: Connector | None = None,
     env: Mapping[str, str] | None = None,
     prefix: str = "",
     on_ready: Callable[[str], None] = lambda name: None,
@@ -47,6 +48,7 @@ def start_pair(
         ports: where it listens.
         model: the model's folder.
         connector: the KV connector of both servers.
+        decode_connector: D's, where it is another.
         env: further environment variables of the servers.
         prefix: put before the processes' names, where several pairs run.
         on_ready: told the name of each process as it becomes ready.
@@ -58,8 +60,8 @@ def start_pair(
     prefill = Server(f"{prefix}prefill-0", ports.http(0), "prefill", ports.side_channel(0))
     decode = Server(f"{prefix}decode-0", ports.http(1), "decode", ports.side_channel(1))
     pair = Pair(prefill, decode, f"http://{HOST}:{ports.router}")
-    for server in pair.servers:
-        start_server(processes, server, model, connector, env)
+    start_server(processes, prefill, model, connector, env)
+    start_server(processes, decode, model, decode_connector or connector, env)
     health = {server.name: f"{server.url}/health" for server in pair.servers}
     wait_healthy(processes, health, timeout_s=START_TIMEOUT_S, on_ready=on_ready)
     router = f"{prefix}router"

@@ -185,7 +185,10 @@ def _samples(server: Server) -> dict[str, float]:
 
 @contextmanager
 def running_pair(connector: str) -> Iterator[RunningPair]:
-    """Run a pair with one of `CONNECTORS`, and its router, on processes of its own."""
+    """Run a pair with one of `CONNECTORS`, and its router, on processes of its own.
+
+    `P+D` gives each side a connector of its own.
+    """
     with Processes() as processes:
         model = make_model(processes.folder / "model")
         yield start_in(processes, connector, model, prefix="")
@@ -211,7 +214,16 @@ def start_in(
         "PYTHONPATH": str(REPOSITORY),
         **(settings or {}),
     }
-    pair = start_pair(processes, free_ports(), model, CONNECTORS[connector], env=env, prefix=prefix)
+    prefill, _, decode = connector.partition("+")
+    pair = start_pair(
+        processes,
+        free_ports(),
+        model,
+        CONNECTORS[prefill],
+        decode_connector=CONNECTORS[decode] if decode else None,
+        env=env,
+        prefix=prefix,
+    )
     return RunningPair(processes, pair, folder)
 
 

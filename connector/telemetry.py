@@ -252,8 +252,7 @@ def _open_reporter(
     try:
         paths = RuntimePaths.at(settings.runtime_dir) if settings.runtime_dir else RuntimePaths.default()
         hello = hello_of(vllm_config, settings, process, dp_index)
-        del on_order
-        reporter = Reporter(hello, paths)
+        reporter = Reporter(hello, paths, on_order=on_order)
         reporter.start()
     except Exception:
         logger.warning("kvtop cannot report to a node agent; the engine goes on without", exc_info=True)

@@ -208,12 +208,7 @@ def start_in(
     """
     folder = processes.folder / prefix
     folder.mkdir(exist_ok=True)
-    env = {
-        **runtime_environment(folder),
-        DAMAGE_WHILE: str(folder / DAMAGE_FILE),
-        "PYTHONPATH": str(REPOSITORY),
-        **(settings or {}),
-    }
+    env = {**environment_of(folder), **(settings or {})}
     prefill, _, decode = connector.partition("+")
     pair = start_pair(
         processes,
@@ -225,6 +220,15 @@ def start_in(
         prefix=prefix,
     )
     return RunningPair(processes, pair, folder)
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment variables of a pair's servers."""
+    return {
+        **runtime_environment(folder),
+        DAMAGE_WHILE: str(folder / DAMAGE_FILE),
+        "PYTHONPATH": str(REPOSITORY),
+    }
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import click
 
 from kvtop import __version__
+from kvtop.agents.act_cli import Asked, Talk, verb_commands
 from kvtop.agents.client import connect_unix
 from kvtop.agents.ledger import FINISHED_KEPT
 from kvtop.agents.model import Snapshot
@@ -23,6 +25,7 @@ EXIT_FAILED: Final = 1
 EXIT_NO_CONNECTION: Final = 3
 EXIT_BUG: Final = 70
 EXIT_INTERRUPTED: Final = 130
+_T = TypeVar("_T")
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -43,7 +46,7 @@ class _Failure(click.ClickException):
 )
 @click.pass_context
 def cli(context: click.Context, runtime_dir: Path | None) -> None:
-    """Collect what the vLLM instances of this node report, and tell consoles."""
+    """Collect what the vLLM instances of this node report, tell consoles, and act on them."""
     try:
         context.obj = RuntimePaths.at(runtime_dir) if runtime_dir else RuntimePaths.default()
     except RuntimeFolderError as error:
@@ -97,7 +100,8 @@ def run(
     log_level: str,
 ) -> None:
     """Run an agent in the foreground until it is told to end."""
-    from kvtop.agents.process import SshOptions, serve, sole_agent  # noqa: PLC0415 - only this command needs it
+    from kvtop.agents.audit import AuditLog  # noqa: PLC0415 - only this command needs it
+    from kvtop.agents.process import SshOptions, serve, sole_agent  # noqa: PLC0415
     from kvtop.agents.server import Agent  # noqa: PLC0415
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
@@ -114,7 +118,8 @@ def run(
             if holder is not None:
                 click.echo(f"an agent serves {paths.folder} already (pid {holder})", err=True)
                 return
-            asyncio.run(serve(Agent(finished_kept=finished), paths, ssh, exit_when_idle))
+            agent = Agent(finished_kept=finished, audit=AuditLog(paths.audit))
+            asyncio.run(serve(agent, paths, ssh, exit_when_idle))
     except (RuntimeFolderError, OSError, ValueError) as error:
         raise _Failure(str(error), EXIT_FAILED) from error
 
@@ -165,17 +170,43 @@ def stdio(paths: RuntimePaths, view: bool) -> None:
         raise _no_agent(paths, error) from error
 
 
+def _act(asked: Asked) -> int:
+    """Have this node's agent run a command."""
+    paths = click.get_current_context().find_object(RuntimePaths)
+    assert paths is not None
+
+    async def act() -> int:
+        connection = await connect_unix(paths.operate)
+        async with connection:
+            return await Talk(asked, "kvtop-agent").hold(connection.act)
+
+    return _conversing(paths, act())
+
+
+for _command in verb_commands(_act, lambda command: command):
+    cli.add_command(_command)
+
+
 def _snapshot(paths: RuntimePaths) -> Snapshot:
     async def ask() -> Snapshot:
         connection = await connect_unix(paths.view)
         async with connection:
             return await connection.snapshot()
 
+    return _conversing(paths, ask())
+
+
+def _conversing(paths: RuntimePaths, conversation: Coroutine[Any, Any, _T]) -> _T:
+    """Run a conversation with the agent; say for people why there is none."""
     try:
-        return asyncio.run(ask())
+        return asyncio.run(conversation)
     except TimeoutError as error:
         raise _Failure(
             f"the agent in {paths.folder} does not answer: is it stopped?", EXIT_NO_CONNECTION
+        ) from error
+    except ConnectionResetError as error:
+        raise _Failure(
+            f"the agent in {paths.folder} ended the conversation: {error}", EXIT_NO_CONNECTION
         ) from error
     except OSError as error:
         raise _no_agent(paths, error) from error

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from kvtop import __version__
+from kvtop.agents.act import Answer, Command, Outcome, Plan, Progress
 from kvtop.agents.model import AGENT_MESSAGE, AgentMessage, ClientHello, Delta, Snapshot, Subscribe
 from kvtop.agents.streams import Reader, Writer, read_frame, write_frame
 from kvtop.agents.wire import (
@@ -22,6 +23,8 @@ from kvtop.agents.wire import (
 )
 
 ANSWER_TIMEOUT_S = 10.0
+SILENCE_S = 20.0
+"""An agent that carries out a command says something more often than that."""
 
 
 class AgentConnection:
@@ -73,6 +76,23 @@ class AgentConnection:
             message = await self._receive()
             if isinstance(message, Snapshot | Delta):
                 yield message
+
+    async def act(self, command: Command) -> AsyncIterator[Answer]:
+        """Have the agent run a command; yield its plan, its progress, and at last its outcome.
+
+        Who stops listening does not stop the command.
+
+        Raises:
+            ConnectionError: the stream ended before the outcome.
+            TimeoutError: the agent has gone silent.
+        """
+        await write_frame(self._writer, command)
+        while True:
+            message = await asyncio.wait_for(self._receive(), SILENCE_S)
+            if isinstance(message, Plan | Progress | Outcome) and message.id == command.id:
+                yield message
+                if isinstance(message, Outcome):
+                    return
 
     async def close(self) -> None:
         """End the conversation."""

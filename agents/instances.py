@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import psutil
 
-from kvtop.agents.events import EngineHello, EngineStats
+from kvtop.agents.events import Direction, EngineHello, EngineStats, InstanceReport
 from kvtop.agents.latency import NS, LatencyWindow
 from kvtop.agents.ledger import Ledger, Tally
 from kvtop.agents.model import Gap, Instance, InstanceState
@@ -32,6 +33,8 @@ class Attachment:
     attached: bool = True
     stopping: bool = False
     dropped: int = 0
+    send: Callable[[msgspec.Struct], bool] | None = None
+    """Queues a frame for the process; False where it takes no more. None once it is detached."""
 
     @property
     def ended(self) -> bool:
@@ -80,6 +83,9 @@ class InstanceRecord:
     state_since_ns: int = 0
     state_reason: str = ""
     load: EngineStats | None = None
+    report: InstanceReport | None = None
+    reporting_pid: int = 0
+    """The process that sent `report`."""
     latency: LatencyWindow = field(default_factory=LatencyWindow)
     sent: RateWindow = field(default_factory=RateWindow)
     received: RateWindow = field(default_factory=RateWindow)
@@ -98,6 +104,35 @@ class InstanceRecord:
         for pid, each in list(self.processes.items()):
             if not each.attached and (each.hello.process, each.hello.rank) == (hello.process, hello.rank):
                 del self.processes[pid]
+
+    @property
+    def mode(self) -> Direction:
+        """The direction that holds, as far as is known."""
+        return self.report.mode if self.report else self.newest.mode
+
+    @property
+    def blockers(self) -> dict[str, int]:
+        """What keeps the instance from being drained."""
+        counts = self.report.blockers if self.report else {}
+        return {blocker: count for blocker, count in counts.items() if count}
+
+    @property
+    def draining(self) -> bool:
+        """Whether it starts no new transfer."""
+        return self.report is not None and self.report.draining
+
+    @property
+    def drained(self) -> bool:
+        """Whether it drains and no transfer keeps it any more."""
+        return self.draining and not self.blockers
+
+    def takers(self, kind: str | None = None) -> list[Attachment]:
+        """Return the attached processes that take orders, of this kind if one is named."""
+        return [
+            each
+            for each in self.processes.values()
+            if each.send is not None and (kind in each.hello.orders if kind else each.hello.orders)
+        ]
 
     def enter(self, state: InstanceState, at_ns: int, reason: str = "") -> None:
         """Change state, remembering since when and why."""
@@ -138,8 +173,13 @@ class Instances:
         record = self.records.get(engine_id)
         return record is not None and not record.gone
 
-    def attach(self, hello: EngineHello, now_ns: int) -> Attachment:
-        """Take a process's hello. A new incarnation under a known name replaces the old one."""
+    def attach(
+        self, hello: EngineHello, now_ns: int, send: Callable[[msgspec.Struct], bool] | None = None
+    ) -> Attachment:
+        """Take a process's hello. A new incarnation under a known name replaces the old one.
+
+        `send` queues a frame for the process, and returns False where it takes no more.
+        """
         record = self.records.get(hello.engine_id)
         if record is None:
             record = self.records[hello.engine_id] = InstanceRecord(hello, state_since_ns=now_ns)
@@ -147,9 +187,11 @@ class Instances:
         before = record.processes.get(hello.pid)
         if before is None:
             record.make_way_for(hello)
+        if record.reporting_pid not in record.processes:
+            record.report = None  # what held in an engine ends with its process
         record.newest, record.gone = hello, False
         attachment = record.processes[hello.pid] = Attachment(
-            record, hello, now_ns, dropped=hello.dropped_events
+            record, hello, now_ns, dropped=hello.dropped_events, send=send
         )
         if hello.previous_agent_lost_ns is not None:
             lost = hello.dropped_events - before.dropped if before else 0  # else the total tells of no gap
@@ -178,7 +220,7 @@ class Instances:
 
     def detach(self, attachment: Attachment, now_ns: int) -> None:
         """Take note that a process's connection ended."""
-        attachment.attached = False
+        attachment.attached, attachment.send = False, None
         self._judge(attachment.record, now_ns)
 
     def refresh(self, now_ns: int) -> None:
@@ -206,9 +248,24 @@ class Instances:
             why = "sends nothing" if quietest.attached else "lost its connection"
             record.enter("stale", quietest.heard_ns, f"{quietest.label} {why}")
         elif record.load or any(each.hello.process == "api-server" for each in processes):
-            record.enter("serving", now_ns)
+            self._serve(record, now_ns)
         else:
             record.enter("starting", now_ns, "its API server has not attached yet")
+
+    def _serve(self, record: InstanceRecord, now_ns: int) -> None:
+        if not record.draining:
+            record.enter("serving", now_ns)
+        elif record.drained:
+            record.enter("drained", now_ns)
+        else:
+            left = ", ".join(f"{count} {blocker}" for blocker, count in record.blockers.items())
+            record.enter("draining", now_ns, f"left: {left}")
+
+    def take(self, attachment: Attachment, report: InstanceReport, now_ns: int) -> None:
+        """Take what a process says holds in its engine."""
+        record = attachment.record
+        record.report, record.reporting_pid = report, attachment.hello.pid
+        self._judge(record, now_ns)
 
     def _bury(self, record: InstanceRecord, crashed: Attachment | None, now_ns: int) -> None:
         if record.gone:
@@ -216,7 +273,7 @@ class Instances:
         record.gone = True
         reason = f"{crashed.label} ended without a word" if crashed else "shut down in order"
         record.enter("down" if crashed else "stopped", now_ns, reason)
-        record.load = None
+        record.load = record.report = None
         self._ledger().engine_gone(record.newest.engine_id, now_ns, f"{record.newest.name}: {reason}")
 
     def freeze(self, now_ns: int) -> list[Instance]:
@@ -225,13 +282,13 @@ class Instances:
         return sorted(frozen, key=lambda each: (each.role != "prefill", each.role, each.name))
 
     def _freeze(self, record: InstanceRecord, now_ns: int) -> Instance:
-        hello, load = record.newest, record.load
+        hello, load, report = record.newest, record.load, record.report
         tally = self._ledger().tallies.get(hello.engine_id) or Tally()
         return Instance(
             engine_id=hello.engine_id,
             name=hello.name,
             role=hello.role,
-            mode=hello.mode,
+            mode=record.mode,
             state=record.state,
             state_since_ns=record.state_since_ns,
             state_reason=record.state_reason,
@@ -253,4 +310,12 @@ class Instances:
             latency=record.latency.freeze(now_ns),
             dropped_events=sum(each.dropped for each in record.processes.values()),
             gaps=list(record.gaps),
+            peer_modes=report.peer_modes if report else {},
+            draining=record.draining,
+            drained=record.drained,
+            blockers=record.blockers,
+            quarantined_blocks=report.quarantined_blocks if report else None,
+            quarantined_since_ns=report.quarantined_since_ns if report else None,
+            pairs=report.pairs if report else [],
+            orders=sorted({kind for each in record.takers() for kind in each.hello.orders}),
         )

@@ -140,6 +140,29 @@ class Ledger:
             forgotten.append(row_id)
         return [self._freeze(row) for row in sorted(changed, key=lambda row: row.id)], forgotten
 
+    def find(self, row_id: int) -> Transfer | None:
+        """Return one row; None where there is none of that id, or none any more."""
+        row = self._rows.get(row_id)
+        return self._freeze(row) if row else None
+
+    def live_of(self, engine_id: str) -> Iterator[Transfer]:
+        """Yield the engine's live rows, the one that changed least lately first."""
+        tally = self.tallies.get(engine_id)
+        for row_id in list(tally.live) if tally else ():
+            yield self._freeze(self._rows[row_id])
+
+    def live_ids(self) -> list[int]:
+        """Return the ids of all live rows, the newest last."""
+        return sorted(self.total.live)
+
+    def latest_of(self, engine_id: str) -> Transfer | None:
+        """Return the engine's newest row whose direction is known."""
+        found = (row for row in self._rows.values() if engine_id in row.engines())
+        for row in sorted(found, key=lambda row: -row.id):
+            if (transfer := self._freeze(row)).direction is not None:
+                return transfer
+        return None
+
     def _sorted(self) -> Iterator[Row]:
         yield from sorted(self._rows.values(), key=lambda row: row.id)
 

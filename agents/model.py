@@ -10,15 +10,18 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvtop.agents.events import Direction, ErrorClass, Mark, Role, Stage
+from kvtop.agents.act import Command, Outcome, Plan, Progress
+from kvtop.agents.events import Direction, ErrorClass, Mark, PairReport, Role, Stage
 from kvtop.agents.wire import Clock, Refusal, Welcome
 
 SCHEMA_VERSION: Final = 1
 """Version of the JSON that scripts get. Raised when a field changes meaning or goes away."""
 
-InstanceState = Literal["starting", "serving", "stopped", "down", "stale"]
-"""starting: attached, no statistics yet. serving: reporting. stale: attached but silent for longer than
-its reporting interval allows. stopped: ended in order. down: its connections were lost."""
+InstanceState = Literal["starting", "serving", "draining", "drained", "stopped", "down", "stale"]
+"""starting: attached, no statistics yet. serving: reporting. draining: serving, but it starts no new KV
+transfer. drained: draining, and no transfer keeps it (`Instance.blockers` is empty); requests without a
+transfer may still run or wait there. stale: attached but silent for longer than its reporting interval
+allows. stopped: ended in order. down: its connections were lost."""
 
 LIVE_STAGES: Final[tuple[Stage, ...]] = (
     "queued",
@@ -70,6 +73,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role
     mode: Direction
+    """The direction that requests take unless they name one, as the engine reports it."""
     state: InstanceState
     state_since_ns: int
     state_reason: str = ""
@@ -96,6 +100,20 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     latency: Latency | None = None
     dropped_events: int = 0
     gaps: list[Gap] = []
+    peer_modes: dict[str, Direction] = {}
+    """Exceptions to `mode`, by the peer's engine id."""
+    draining: bool = False
+    drained: bool = False
+    """It drains and has no `blockers`. See `InstanceState`."""
+    blockers: dict[str, int] = {}
+    """What would keep it from being drained: how many of each `kvtop.agents.events.Blocker`."""
+    quarantined_blocks: int | None = None
+    """KV blocks that nobody may use, since a write may still reach them."""
+    quarantined_since_ns: int | None = None
+    pairs: list[PairReport] = []
+    """What its engine knows of each peer."""
+    orders: list[str] = []
+    """The kinds of order that it takes (`kvtop.agents.orders.OrderKind`); none where it only reports."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -187,8 +205,8 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, kw_only=True):
     """Engine ids of instances that the agent no longer shows."""
 
 
-AgentMessage = Welcome | Refusal | Snapshot | Delta
-ClientMessage = Subscribe
+AgentMessage = Welcome | Refusal | Snapshot | Delta | Plan | Progress | Outcome
+ClientMessage = Subscribe | Command
 
 AGENT_MESSAGE = msgspec.msgpack.Decoder(AgentMessage)
 CLIENT_HELLO = msgspec.msgpack.Decoder(ClientHello)

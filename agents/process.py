@@ -59,6 +59,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as ending:
+        ending.push_async_callback(agent.commands.close)
         for server in await listen(agent, paths):
             ending.callback(server.close)
         for path in (paths.ingest, paths.view, paths.operate):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from kvtop.agents.latency import quantile
 from kvtop.agents.model import SCHEMA_VERSION, Instance, Node, Snapshot, Transfer
+from kvtop.agents.text import printable
 
 Report = Literal["status", "transfers"]
 UNKNOWN: Final = "–"
@@ -60,10 +60,10 @@ def _status(snapshot: Snapshot) -> Table:
     table = _table("INSTANCE | ROLE | MODE | STATE | RUN | WAIT | KV | DONE | FAILED | TTFT p50/p99 ms")
     for each in snapshot.instances:
         table.add_row(
-            _printable(f"{each.name} (simulated)" if each.simulated else each.name),
+            printable(f"{each.name} (simulated)" if each.simulated else each.name),
             each.role,
             each.mode,
-            _printable(f"{each.state} ({each.state_reason})" if each.state_reason else each.state),
+            printable(f"{each.state} ({each.state_reason})" if each.state_reason else each.state),
             _text(each.running),
             _text(each.waiting),
             UNKNOWN if each.kv_usage is None else f"{each.kv_usage:.0%}",
@@ -90,14 +90,14 @@ def _transfers(snapshot: Snapshot) -> Table:
             each.direction or UNKNOWN,
             f"{each.stage} (simulated)" if each.simulated else each.stage,
             f"{(now_ns - each.stage_since_ns) / 1e9:.1f}",
-            _printable(each.prefill.name) if each.prefill else UNKNOWN,
-            _printable(each.decode.name) if each.decode else UNKNOWN,
+            printable(each.prefill.name) if each.prefill else UNKNOWN,
+            printable(each.decode.name) if each.decode else UNKNOWN,
             _text(each.blocks),
             _text(each.bytes),
             _text(each.descriptors),
             UNKNOWN if each.post_us is None else f"{each.post_us:.0f}",
             UNKNOWN if each.wire_us is None else f"{each.wire_us:.0f}",
-            _printable(each.error or ""),
+            printable(each.error or ""),
         )
     return table
 
@@ -107,11 +107,6 @@ def _table(headings: str) -> Table:
     for heading in headings.split(" | "):
         table.add_column(heading, no_wrap=heading != "ERROR", overflow="fold")
     return table
-
-
-def _printable(text: str) -> str:
-    """Return `text` without control characters: names and errors come from outside, and reach a terminal."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) == "Cc" else c for c in text)
 
 
 def _text(value: int | None) -> str:

@@ -87,6 +87,11 @@ class RuntimePaths:
         """Where an agent that an engine started writes its log."""
         return self.folder / "agent.log"
 
+    @property
+    def audit(self) -> Path:
+        """Where the agent records every command that it was given."""
+        return self.folder / "audit.jsonl"
+
     def prepare(self) -> None:
         """Make the folder, or check the one that is there.
 

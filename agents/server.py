@@ -1,4 +1,4 @@
-"""The agent's sockets: engines report on one, consoles look on the others. All on one asyncio loop."""
+"""The agent's sockets: engines report on one, consoles look and act on the others, all on one loop."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
+
 from kvtop import __version__
+from kvtop.agents.act import Command
+from kvtop.agents.audit import AuditLog
+from kvtop.agents.commands import Commands
 from kvtop.agents.events import (
     ENGINE_BATCH,
     ENGINE_HELLO,
@@ -21,7 +25,9 @@ from kvtop.agents.events import (
     EngineHello,
     EngineStats,
     EngineStopping,
+    InstanceReport,
     LatencySamples,
+    OrderAnswer,
     TransferEvent,
 )
 from kvtop.agents.instances import Attachment, Instances
@@ -29,7 +35,9 @@ from kvtop.agents.ledger import FINISHED_KEPT, Ledger
 from kvtop.agents.model import CLIENT_HELLO, CLIENT_MESSAGE, Delta, Node, Snapshot, Subscribe
 from kvtop.agents.row import Row
 from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.scene import Scene
 from kvtop.agents.streams import read_frame, write_frame
+from kvtop.agents.who import Who, peer_credentials, who_is
 from kvtop.agents.wire import (
     MAX_INBOUND_FRAME_BYTES,
     WIRE_VERSION,
@@ -39,6 +47,7 @@ from kvtop.agents.wire import (
     WireError,
     check_version,
     decode,
+    encode_frame,
 )
 
 logger = logging.getLogger("kvtop.agent")
@@ -47,6 +56,8 @@ SOFTWARE: Final = f"kvtop {__version__}"
 HELLO_TIMEOUT_S: Final = 10.0
 MIN_INTERVAL_S: Final = 0.1
 REFRESH_S: Final = 1.0
+MAX_UNSENT_BYTES: Final = 1 << 16
+"""Most bytes of orders that wait for an engine process that does not read."""
 MODES: Final = {"ingest": 0o600, "view": 0o660, "operate": 0o600}
 Role = Literal["engine", "view", "operate"]
 
@@ -54,8 +65,8 @@ Role = Literal["engine", "view", "operate"]
 class Agent:
     """What one agent knows, and its conversations with engines and consoles."""
 
-    def __init__(self, *, finished_kept: int = FINISHED_KEPT) -> None:
-        """Begin knowing nothing."""
+    def __init__(self, *, finished_kept: int = FINISHED_KEPT, audit: AuditLog | None = None) -> None:
+        """Begin knowing nothing; record commands in `audit`."""
         self.started_ns = time.monotonic_ns()
         self.rejected_frames = 0
         self.connections = 0
@@ -67,6 +78,8 @@ class Agent:
             attached=self.instances.attached,
             completed=self._count_bytes,
         )
+        self._scene = Scene(self.instances, self.ledger)
+        self.commands = Commands(self._scene, audit or AuditLog(None), self.started_ns)
 
     def node(self) -> Node:
         """Return what consoles are told about this agent."""
@@ -124,15 +137,17 @@ class Agent:
         if role == "engine":
             hello = decode(body, ENGINE_HELLO)
             await write_frame(writer, welcome)
-            await self._hear(reader, hello)
+            await self._hear(reader, writer, hello)
         else:
             decode(body, CLIENT_HELLO)
             await write_frame(writer, welcome)
-            await self._tell(reader, writer)
+            await self._tell(reader, writer, who_is(writer, role))
 
-    async def _hear(self, reader: asyncio.StreamReader, hello: EngineHello) -> None:
+    async def _hear(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: EngineHello
+    ) -> None:
         """Take an engine process's events until it goes."""
-        attachment = self.instances.attach(hello, time.monotonic_ns())
+        attachment = self.instances.attach(hello, time.monotonic_ns(), _sender(writer))
         logger.info("%s of %s attached", attachment.label, hello.name)
         try:
             while (body := await read_frame(reader, MAX_INBOUND_FRAME_BYTES)) is not None:
@@ -143,6 +158,7 @@ class Agent:
         finally:
             logger.info("%s of %s detached", attachment.label, hello.name)
             self.instances.detach(attachment, time.monotonic_ns())
+            self._scene.dispatch.detached(attachment)
 
     def _take(self, attachment: Attachment, event: EngineEvent) -> None:
         hello, record = attachment.hello, attachment.record
@@ -156,6 +172,10 @@ class Agent:
                 record.load = event
             case EngineStopping():
                 attachment.stopping = True
+            case OrderAnswer():
+                self._scene.dispatch.answered(attachment, event)
+            case InstanceReport():
+                self.instances.take(attachment, event, time.monotonic_ns())
 
     def _count_bytes(self, row: Row) -> None:
         """Add a completed transfer to both sides' rates."""
@@ -167,23 +187,38 @@ class Agent:
                 window = record.sent if side == "prefill" else record.received
                 window.add(min(row.times_ns["done"], time.monotonic_ns()), row.bytes)
 
-    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: Who) -> None:
         """Send a console what it asks for until it goes."""
         updates: asyncio.Task[None] | None = None
+        acts: set[asyncio.Task[None]] = set()
+        wanted: Subscribe | None = None
         try:
             while (body := await read_frame(reader, MAX_INBOUND_FRAME_BYTES)) is not None:
-                wanted = decode(body, CLIENT_MESSAGE)
-                if updates is not None:
-                    updates.cancel()
-                updates = asyncio.create_task(self._update(writer, wanted))
-                updates.add_done_callback(lambda task: _close_if_failed(task, writer))
-            if updates is not None and wanted.interval_s is None:
-                await updates  # a script that asked once, and said that it asks no more
+                message = decode(body, CLIENT_MESSAGE)
+                if isinstance(message, Command):
+                    task = asyncio.create_task(self._act(writer, message, who))
+                    acts.add(task)
+                    task.add_done_callback(acts.discard)
+                else:
+                    wanted = message
+                    if updates is not None:
+                        updates.cancel()
+                    updates = task = asyncio.create_task(self._update(writer, wanted))
+                task.add_done_callback(lambda task: _close_if_failed(task, writer))
+            # A script that has said that it asks no more is still answered.
+            await asyncio.gather(*acts)
+            if updates is not None and wanted is not None and wanted.interval_s is None:
+                await updates
         finally:
-            if updates is not None:
-                updates.cancel()
+            for task in (*acts, *([updates] if updates else ())):
+                task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, OSError):
-                    await updates
+                    await task
+
+    async def _act(self, writer: asyncio.StreamWriter, command: Command, who: Who) -> None:
+        """Run a command and send its answers. Should the client go, the command goes on without it."""
+        async for answer in self.commands.answers(command, who):
+            await write_frame(writer, answer)
 
     async def _update(self, writer: asyncio.StreamWriter, wanted: Subscribe) -> None:
         """Send a snapshot, then at each interval what changed. A slow console gets fewer, larger deltas.
@@ -243,12 +278,16 @@ def _close_if_failed(updates: asyncio.Task[None], writer: asyncio.StreamWriter) 
         writer.close()
 
 
-def peer_uid(writer: asyncio.StreamWriter) -> int:
-    """Return the uid of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
-    connection = writer.get_extra_info("socket")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return int(uid)
+def _sender(writer: asyncio.StreamWriter) -> Callable[[msgspec.Struct], bool]:
+    """Return what queues a frame for an engine process, without ever waiting for it."""
+
+    def send(message: msgspec.Struct) -> bool:
+        if writer.is_closing() or writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            return False
+        writer.write(encode_frame(message))
+        return True
+
+    return send
 
 
 async def listen(agent: Agent, paths: RuntimePaths) -> list[asyncio.Server]:
@@ -257,8 +296,9 @@ async def listen(agent: Agent, paths: RuntimePaths) -> list[asyncio.Server]:
 
     def serving(role: Role) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if role != "view" and peer_uid(writer) not in own:
-                logger.warning("uid %d may not use the %s socket", peer_uid(writer), role)
+            _, uid = peer_credentials(writer)
+            if role != "view" and uid not in own:
+                logger.warning("uid %d may not use the %s socket", uid, role)
                 writer.close()
                 return
             with contextlib.suppress(asyncio.CancelledError):  # at the agent's end, which asyncio would log

@@ -1,7 +1,7 @@
 """Simulated engines: they speak the ingest protocol as kvtop's connector does, and say what they are.
 
 For trying kvtop where no vLLM is installed, and for load in tests and benchmarks. Every duration, size and
-failure that they report is drawn at random.
+failure that they report is drawn at random. They obey orders as kvtop's connector does.
 """
 
 from __future__ import annotations
@@ -9,34 +9,29 @@ from __future__ import annotations
 import argparse
 import heapq
 import math
-import os
 import random
 import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Final
 
-from kvtop import __version__
 from kvtop.agents.events import (
+    Blocker,
     Direction,
-    EngineEvent,
-    EngineHello,
-    EngineStats,
     ErrorClass,
     LatencySamples,
     Mark,
-    Role,
     Side,
     Stage,
     TransferEvent,
 )
-from kvtop.agents.reporter import Reporter
+from kvtop.agents.row import is_end
 from kvtop.agents.runtime import RuntimeFolderError, RuntimePaths
-from kvtop.agents.wire import WIRE_VERSION, Clock
+from kvtop.agents.simulated_engine import Orders, SimulatedEngine
 
 NS: Final = 1_000_000_000
 BLOCK_TOKENS: Final = 16
@@ -46,52 +41,12 @@ EXPIRING_LEASE_S: Final = 2.0
 """The lease of a transfer that is to expire: nobody waits half a minute to see one."""
 EXPIRY_NOTICED_S: Final = 0.05
 FAILURES: Final[tuple[ErrorClass, ...]] = ("handshake", "transport", "expiry")
-KV_BLOCKS: Final = 4096
 WIRE_BYTES_PER_S: Final = (0.2e9, 2e9)
 HANDSHAKE_SHARE: Final = 0.1
+LOOK_S: Final = 0.05
+"""How often a simulation looks for orders, at least."""
 SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
 _At = Callable[[int, Callable[[], None]], None]
-
-
-class SimulatedEngine:
-    """One instance: a reporter, and the counts behind its load."""
-
-    def __init__(self, name: str, role: Role, mode: Direction, paths: RuntimePaths) -> None:
-        """Attach to the agent in `paths`, starting one if none runs."""
-        self.engine_id = f"simulated-{uuid.uuid4()}"
-        self.running = 0
-        self.waiting = 0
-        self.blocks = 0
-        self.reporter = Reporter(
-            EngineHello(
-                wire_version=WIRE_VERSION,
-                software=f"kvtop {__version__}, simulated engine",
-                process="api-server",
-                pid=os.getpid(),
-                engine_id=self.engine_id,
-                name=name,
-                role=role,
-                mode=mode,
-                model="simulated",
-                clock=Clock(time.monotonic_ns(), time.time_ns()),
-                simulated=True,
-            ),
-            paths,
-        )
-        self.reporter.start()
-
-    def put(self, event: EngineEvent) -> None:
-        """Report one event."""
-        self.reporter.put(event)
-
-    def change_load(self, running: int, blocks: int) -> None:
-        """Let requests and KV blocks come or go, and report the load."""
-        self.running += running
-        self.blocks = max(0, self.blocks + blocks)
-        usage = min(1.0, self.blocks / KV_BLOCKS)
-        self.put(
-            EngineStats(at_ns=time.monotonic_ns(), running=self.running, waiting=self.waiting, kv_usage=usage)
-        )
 
 
 @dataclass(frozen=True)
@@ -121,21 +76,24 @@ class Simulation:
             paths: the agent's sockets.
             pairs: how many prefill and how many decode instances.
             rate_per_s: requests per second, over all pairs.
-            mode: the direction of all transfers.
+            mode: the direction of all transfers, until ordered otherwise.
             failure_rate: share of transfers that fail or expire, 0 to 1.
             seed: makes a run repeatable but for its timing.
         """
-        self._mode: Direction = mode
         self._rate_per_s = rate_per_s
         self._failure_rate = failure_rate
         self._random = random.Random(seed)
+        self._orders: Orders = SimpleQueue()
+        self._look_due_s = 0.0
         self._pairs = [
             Pair(
-                SimulatedEngine(f"sim-prefill-{number}", "prefill", mode, paths),
-                SimulatedEngine(f"sim-decode-{number}", "decode", mode, paths),
+                SimulatedEngine(f"sim-prefill-{number}", "prefill", mode, paths, self._orders),
+                SimulatedEngine(f"sim-decode-{number}", "decode", mode, paths, self._orders),
             )
             for number in range(pairs)
         ]
+        self._engines = [engine for pair in self._pairs for engine in (pair.prefill, pair.decode)]
+        self._requests: dict[str, _Request] = {}
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -148,13 +106,23 @@ class Simulation:
             due_ns, _, action = self._due[0]
             wait_s = (due_ns - time.monotonic_ns()) / NS
             if wait_s > 0:
-                stop.wait(min(wait_s, 0.2))
-                continue
-            heapq.heappop(self._due)
-            action()
-        for pair in self._pairs:
-            pair.prefill.reporter.close()
-            pair.decode.reporter.close()
+                stop.wait(min(wait_s, LOOK_S))
+            else:
+                heapq.heappop(self._due)
+                action()
+            self._look()
+        for engine in self._engines:
+            engine.reporter.close()
+
+    def _look(self) -> None:
+        """Obey what was ordered, and have each engine say what holds where that is due."""
+        while not self._orders.empty():
+            engine, order = self._orders.get()
+            engine.obey(order, self._cancel)
+        if time.monotonic() >= self._look_due_s:
+            self._look_due_s = time.monotonic() + LOOK_S
+            for engine in self._engines:
+                engine.report_in_time()
 
     def _at(self, at_ns: int, action: Callable[[], None]) -> None:
         self._count += 1
@@ -165,27 +133,48 @@ class Simulation:
         now_ns = time.monotonic_ns()
         self._at(now_ns + int(self._random.expovariate(self._rate_per_s) * NS), self._arrive)
         pair = self._random.choice(self._pairs)
-        _Request(self._random, pair, self._mode, self._failure_rate).plan(now_ns, self._at)
+        request = _Request(self._random, pair, self._failure_rate)
+        self._requests |= dict.fromkeys(request.ids.values(), request)
+        self._at(request.plan(now_ns, self._at), lambda: self._forget(request))
+
+    def _forget(self, request: _Request) -> None:
+        for request_id in request.ids.values():
+            del self._requests[request_id]
+
+    def _cancel(self, side: Side, request_id: str) -> tuple[bool, str]:
+        request = self._requests.get(request_id)
+        if request is None or request.ids[side] != request_id:
+            return False, "no transfer of that request is under way"
+        return request.cancel(side)
 
 
 class _Request:
     """One simulated request's course, drawn when it arrives."""
 
-    def __init__(self, rng: random.Random, pair: Pair, mode: Direction, failure_rate: float) -> None:
+    def __init__(self, rng: random.Random, pair: Pair, failure_rate: float) -> None:
         self._random = rng
         self._pair = pair
-        self._mode: Direction = mode
+        self._mode: Direction = pair.prefill.mode_with(pair.decode)
+        self._posted = False
+        self._over = False
+        """Whether nothing of the transfer is reported any more but the end of a quarantine."""
         self._failure = rng.choice(FAILURES) if rng.random() < failure_rate else None
         base = f"cmpl-{rng.getrandbits(64):016x}-0"
         self.ids: dict[Side, str] = {side: f"{base}-{rng.getrandbits(32):08x}" for side in SIDES}
         self._tokens = int(rng.lognormvariate(6.5, 0.8))
         self._blocks = max(1, self._tokens // BLOCK_TOKENS)
 
-    def plan(self, at_ns: int, at: _At) -> None:
-        """Put the request's steps into the schedule."""
+    def plan(self, at_ns: int, at: _At) -> int:
+        """Put the request's steps into the schedule; return when its transfer is over."""
+        course = _Course(self, at_ns, at)
+        self._plan(course)
+        if self._failure is None:
+            self._plan_decoding(at_ns, course.at_ns, at)
+        return course.at_ns
+
+    def _plan(self, course: _Course) -> None:
         rng, mode, prefill, decode = self._random, self._mode, self._pair.prefill, self._pair.decode
         initiator: Side = "prefill" if mode == "push" else "decode"
-        course = _Course(self, at_ns, at)
         course.load(prefill, 1, 0)
         course.wait(0.02 + self._tokens * 40e-6 * rng.uniform(0.8, 1.3))
         lease_s = EXPIRING_LEASE_S if self._failure == "expiry" else LEASE_S
@@ -206,15 +195,14 @@ class _Request:
         course.wait(rng.expovariate(8))
         learnt = self._peer_of("prefill") if mode == "push" else {}
         course.step(initiator, "matched", ranks_expected=1, **learnt)
-        if self._failure == "handshake" or rng.random() < HANDSHAKE_SHARE:
+        anew = prefill.met(decode) | decode.met(prefill)
+        if self._failure == "handshake" or rng.random() < HANDSHAKE_SHARE or anew:
             course.step(initiator, "handshaking")
             course.wait(rng.uniform(0.05, 0.5))
         if self._failure == "handshake":
             self._plan_failure(course, initiator, "failed")
             return
         self._plan_transfer(course, initiator)
-        if self._failure is None:
-            self._plan_decoding(at_ns, course.at_ns, at)
 
     def _plan_transfer(self, course: _Course, initiator: Side) -> None:
         wire_s = self._blocks * BLOCK_BYTES / self._random.uniform(*WIRE_BYTES_PER_S)
@@ -267,9 +255,63 @@ class _Request:
 
         at(end_ns, end)
 
-    def report(self, side: Side, step: Stage | Mark, facts: dict[str, Any]) -> None:
-        """Report one step, now."""
-        engine = self._pair.prefill if side == "prefill" else self._pair.decode
+    def take_step(self, side: Side, step: Stage | Mark, facts: dict[str, Any]) -> None:
+        """Take one step, unless the transfer was cancelled or never begun, and report it."""
+        if not self._over and step == "queued" and self._engine(side).draining:
+            self._over = True
+            if side == "decode":  # it computes by itself, and P's blocks are not wanted any more
+                self._unblock()
+                self._report("decode", "skipped", self._peer_of("decode"))
+                self._report("prefill", "released", {})
+        if self._over:
+            if step == "done" or is_end(step):
+                self._settle()
+            return
+        self._posted |= step == "posting"
+        self._block(side, step)
+        self._report(side, step, facts)
+
+    def _block(self, side: Side, step: Stage | Mark) -> None:
+        """Keep account of what of this request keeps its engines from being drained."""
+        mine = self._engine(side).blocking
+        if is_end(step):
+            self._unblock()
+        elif step == "queued":
+            waits: Blocker = "registrations" if self._mode == "push" else "reads"
+            mine[self.ids[side]] = "leases" if side == "prefill" else waits
+        elif step == "posting":
+            mine[self.ids[side]] = "writes" if self._mode == "push" else "reads"
+        elif step in ("released", "received"):
+            mine.pop(self.ids[side], None)
+
+    def _unblock(self) -> None:
+        for side in SIDES:
+            self._engine(side).blocking.pop(self.ids[side], None)
+
+    def cancel(self, side: Side) -> tuple[bool, str]:
+        """End the transfer as an operator wants it; what is posted stays in quarantine until it has ended."""
+        if not self._over and self.ids[side] not in self._engine(side).blocking:
+            return False, "this side has nothing to cancel: it has not begun, or has ended"
+        if not self._over:
+            self._over = True
+            facts = {"error_class": "cancel", "error": "simulated: cancelled by an operator"}
+            self._report(side, "cancelled", dict(facts))
+            self._unblock()
+            if self._posted:
+                self._report("decode", "quarantined", dict(facts))
+                self._pair.decode.blocking[self.ids["decode"]] = "quarantine"
+        return True, "cancelled; its blocks stay in quarantine" if self._posted else "cancelled"
+
+    def _settle(self) -> None:
+        """End a quarantine: nothing can be written any more."""
+        if self._pair.decode.blocking.pop(self.ids["decode"], None):
+            self._report("decode", "settled", {})
+
+    def _engine(self, side: Side) -> SimulatedEngine:
+        return self._pair.prefill if side == "prefill" else self._pair.decode
+
+    def _report(self, side: Side, step: Stage | Mark, facts: dict[str, Any]) -> None:
+        engine = self._engine(side)
         now_ns = time.monotonic_ns()
         lease_s = facts.pop("lease_s", None)
         if lease_s is not None:
@@ -300,7 +342,7 @@ class _Course:
 
     def step(self, side: Side, step: Stage | Mark, **facts: Any) -> None:
         """Plan a step at this point."""
-        self._at(self.at_ns, lambda: self._request.report(side, step, facts))
+        self._at(self.at_ns, lambda: self._request.take_step(side, step, facts))
 
     def load(self, engine: SimulatedEngine, running: int, blocks: int) -> None:
         """Plan a change of an engine's load at this point."""

@@ -13,13 +13,14 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import asyncssh
 
 from kvtop.agents.client import connect_unix
 from kvtop.agents.reports import Report, as_json, as_table
 from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.who import connect_for
 
 logger = logging.getLogger("kvtop.agent.ssh")
 
@@ -37,9 +38,19 @@ COMMANDS: Final = (
 _Reader = asyncssh.SSHReader[bytes]
 _Writer = asyncssh.SSHWriter[bytes]
 _Handler = Callable[[_Reader, _Writer], Awaitable[None]]
+_FINGERPRINT: Final = "kvtop-fingerprint"
 EXIT_REFUSED: Final = 126
 EXIT_NO_CONNECTION: Final = 3
 CHUNK_BYTES: Final = 1 << 16
+
+
+class _Known(asyncssh.SSHAuthorizedKeys):
+    """Authorized keys that note with a connection which of them let it in."""
+
+    def validate(self, key: asyncssh.SSHKey, *args: Any, **kwargs: Any) -> Any:
+        """Return the options of a key that may connect, its fingerprint among them; None for others."""
+        options = super().validate(key, *args, **kwargs)
+        return None if options is None else {**options, _FINGERPRINT: key.get_fingerprint()}
 
 
 class _Gate(asyncssh.SSHServer):
@@ -50,8 +61,10 @@ class _Gate(asyncssh.SSHServer):
             name: path for path in (paths.view, paths.operate) for name in (str(path), path.name)
         }
         self._peer = "unknown"
+        self._connection: asyncssh.SSHServerConnection | None = None
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._connection = conn
         self._peer = "{}:{}".format(*conn.get_extra_info("peername")[:2])
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -74,7 +87,7 @@ class _Gate(asyncssh.SSHServer):
 
         async def forward(reader: _Reader, writer: _Writer) -> None:
             with contextlib.suppress(OSError):
-                await _bridge(path, reader, writer)
+                await _bridge(path, self._connection, reader, writer)
             writer.close()
 
         return forward
@@ -95,7 +108,9 @@ async def _run_command(paths: RuntimePaths, process: asyncssh.SSHServerProcess[b
     path = paths.view if "--view" in options or command != "stdio" else paths.operate
     try:
         if command == "stdio":
-            await _bridge(path, process.stdin, process.stdout)
+            client = process.channel.get_connection()
+            assert isinstance(client, asyncssh.SSHServerConnection)
+            await _bridge(path, client, process.stdin, process.stdout)
         else:
             report: Report = "status" if command == "status" else "transfers"
             process.stdout.write(await _report(path, report, json_wanted="--json" in options))
@@ -113,9 +128,13 @@ async def _report(path: Path, report: Report, *, json_wanted: bool) -> bytes:
     return f"{text}\n".encode()
 
 
-async def _bridge(path: Path, from_client: _Reader, to_client: _Writer) -> None:
+async def _bridge(
+    path: Path, client: asyncssh.SSHServerConnection | None, from_client: _Reader, to_client: _Writer
+) -> None:
     """Connect the client with one of the agent's sockets until either side ends."""
-    reader, writer = await asyncio.open_unix_connection(path)
+    key = client.get_key_option(_FINGERPRINT, "") if client else ""
+    host, port = client.get_extra_info("peername", ("", ""))[:2] if client else ("", "")
+    reader, writer = await connect_for(path, str(key), f"{host}:{port}")
 
     async def ask() -> None:
         try:
@@ -179,7 +198,7 @@ def _authorized_keys(path: Path) -> asyncssh.SSHAuthorizedKeys:
     if not any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines()):
         raise ValueError(f"the authorized keys {path} hold no key: {advice}")
     try:
-        return asyncssh.import_authorized_keys(text)
+        return _Known(text)
     except ValueError as error:
         raise ValueError(f"the authorized keys {path} cannot be understood ({error}): {advice}") from error
 

@@ -17,6 +17,8 @@ from kvtop.console.views.table import Cell, Column, Sort, ordered
 STATE_MARKS: dict[InstanceState, Cell] = {
     "starting": Cell("◌", "accent"),
     "serving": Cell("●", "good"),
+    "draining": Cell("◔", "warn"),
+    "drained": Cell("○", "accent"),
     "stopped": Cell("■", "muted"),
     "down": Cell("✗", "bad"),
     "stale": Cell("?", "warn"),

@@ -80,7 +80,10 @@ def courses(
 ) -> list[list[TransferEvent]]:
     """Each transfer's events in the order in which they were reported, transfers in order of arrival."""
     heard: list[EngineEvent] = []
-    monkeypatch.setattr("kvtop.agents.simulate.Reporter", lambda hello, paths: Recorder(hello, paths, heard))
+    monkeypatch.setattr(
+        "kvtop.agents.simulated_engine.Reporter",
+        lambda hello, paths, on_order: Recorder(hello, paths, heard),
+    )
     simulation = Simulation(
         RuntimePaths.at(Path("/unused")), rate_per_s=200, mode=mode, failure_rate=0, seed=seed
     )

@@ -1,0 +1,68 @@
+"""`evict INSTANCE PEER`: an instance forgets a peer's NIXL state, and shakes hands with it afresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from kvtop.agents.act import Command, Outcome, Plan
+from kvtop.agents.errand import Argument, Errand, Tell
+from kvtop.agents.orders import EvictPeer
+from kvtop.agents.scene import Misnamed, Scene, other_side
+
+
+class Evict(Errand):
+    """Has an instance forget one peer."""
+
+    summary = "Have an instance forget a peer's NIXL state, so that the next request shakes hands afresh."
+    arguments: ClassVar[Mapping[str, Argument]] = {"peer": Argument(), "peer_engine_id": Argument()}
+
+    def __init__(self, scene: Scene, command: Command) -> None:
+        """Find the instance and the peer."""
+        super().__init__(scene, command)
+        self._record = scene.taking(scene.instance(command.targets[0]), "evict-peer")
+        peer = scene.peer(self._record, command)
+        if peer is None:
+            raise Misnamed("evict needs the argument 'peer'")
+        self._peer = peer
+
+    def plan(self) -> Plan:
+        """Say what is forgotten, and what that touches."""
+        me, peer = self._record.newest, self.scene.instances.name_of(self._peer)
+        touched = [
+            row for row in self.scene.live_of(self._record) if other_side(row, me.engine_id) == self._peer
+        ]
+        return Plan(
+            id=self.command.id,
+            verb=self.command.verb,
+            targets=[me.name],
+            target_ids=[me.engine_id],
+            steps=[
+                f"{me.name} forgets the NIXL state of {peer} (engine {self._peer}), now {self._state()}",
+                "the next request between them shakes hands afresh",
+                f"{len(touched)} live transfers between them end or go on as the engine can",
+            ],
+            irreversible=["the present connection between them"],
+            requests=len(touched),
+            simulated=me.simulated,
+        )
+
+    async def carry_out(self, tell: Tell) -> Outcome:
+        """Order it; the outcome is what the engine answers."""
+        del tell
+        record = self._record
+        before, state = self.scene.holds(record), self._state()
+        answered = await self.scene.order(
+            record, "evict-peer", lambda number: EvictPeer(number, self._peer), self.time_left_s
+        )
+        result = (
+            self.result(record, "done", answered.message, before)
+            if answered.ok
+            else self.unanswered(record, answered, before)
+        )
+        facts = {"peer": self._peer, "pair_before": state, "pair_after": self._state()}
+        return self.outcome([result], facts)
+
+    def _state(self) -> str:
+        pairs = self._record.report.pairs if self._record.report else []
+        return next((each.state for each in pairs if each.engine_id == self._peer), "unknown")

@@ -33,7 +33,7 @@ class Settings:
     """The pull half's handshake port is the push half's plus this. The push half keeps
     VLLM_NIXL_SIDE_CHANNEL_PORT (plus the data-parallel index). TCP ports."""
     progress_delay_us: int | None = None
-    """How long NIXL's progress thread sleeps between polls, µs; 0 makes it spin. By default 1000 on
+    """How long NIXL's progress thread sleeps between polls, µs; 0 makes it spin. By default 10000 on
     CPU, where cores are few, and upstream's setting elsewhere."""
     deadline_s: float = 60.0
     """How long a decode request waits for its KV after its blocks are allocated, in seconds; then it goes on

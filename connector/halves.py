@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-CPU_PROGRESS_DELAY_US: Final = 1000
+CPU_PROGRESS_DELAY_US: Final = 10_000
+"""Measured: 10 ms costs an idle engine 1.8 % of a core less than 1 ms, and a transfer no time; 50 ms does."""
 
 
 class PortInUseError(RuntimeError):

@@ -50,7 +50,7 @@ logger = init_logger("vllm.kvtop.push_worker")
 
 POLL_S: Final = 0.001
 """How often the writer looks after writes on the wire, and for registrations that its blocks wait for."""
-IDLE_POLL_S: Final = 0.02
+IDLE_POLL_S: Final = 0.05
 """How often it looks for messages while there is nothing to do: an idle engine does not step, and NIXL wakes
 nobody. A D that asks an idle P must not wait for the next request there."""
 HANDSHAKE_ATTEMPTS: Final = 3

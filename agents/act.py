@@ -18,10 +18,11 @@ TIMED_OUT: Final = 4
 INTERRUPTED: Final = 130
 
 MAX_TARGETS: Final = 256
+MAX_NAME: Final = 512
+"""Most targets of a command, and most characters of anything that it names."""
 MAX_TIMEOUT_S: Final = 86_400.0
 DEFAULT_TIMEOUT_S: Final = 60.0
 
-Name = Annotated[str, msgspec.Meta(max_length=512)]
 Facts = dict[str, Any]
 """Values that JSON can hold, by name; units are in the name."""
 
@@ -36,10 +37,10 @@ class Command(msgspec.Struct, tag="command", frozen=True, kw_only=True):
 
     id: int = 0
     """Repeated in each answer, so that a client may have several commands under way."""
-    verb: Name
-    targets: Annotated[list[Name], msgspec.Meta(max_length=MAX_TARGETS)] = []
+    verb: str
+    targets: list[str] = []
     """Instance names or engine ids; for `cancel` ids of the ledger's rows."""
-    arguments: Annotated[dict[Name, Name], msgspec.Meta(max_length=16)] = {}
+    arguments: dict[str, str] = {}
     """The verb's own arguments by name, such as `mode` and `peer`."""
     dry_run: bool = False
     """Only plan."""
@@ -50,11 +51,11 @@ class Command(msgspec.Struct, tag="command", frozen=True, kw_only=True):
     """Do it although it takes the last serving instance of a role."""
     serving_elsewhere: Annotated[int, msgspec.Meta(ge=0)] = 0
     """How many serving instances of the target's role the client sees on other nodes."""
-    key: Name = ""
+    key: str = ""
     """A command that comes again under its key is not run again: it is answered with the first outcome."""
     agent_started_ns: int | None = None
     """`Node.agent_started_ns` of the agent whose rows `targets` names: another agent has other rows."""
-    source: Name = ""
+    source: str = ""
     """For the audit: what the client says of where it runs."""
 
 

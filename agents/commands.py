@@ -12,11 +12,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any, Final, Literal
 
 import msgspec
 
-from kvtop.agents.act import DONE, FAILED, Answer, Command, Outcome, OutcomeState, Plan
+from kvtop.agents.act import DONE, FAILED, MAX_NAME, MAX_TARGETS, Answer, Command, Outcome, OutcomeState, Plan
 from kvtop.agents.audit import AuditLog
 from kvtop.agents.errand import Errand, checked
 from kvtop.agents.scene import Forbidden, Misnamed, Scene, Unfit
@@ -110,7 +111,7 @@ class Commands:
 
     def _start(self, command: Command, who: Who) -> Run:
         run = Run(command)
-        task = asyncio.create_task(self._conduct(run, who))
+        task = asyncio.create_task(self._conduct(run, who, crowded=len(self._tasks) >= RUNS_AT_ONCE))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return run
@@ -128,10 +129,12 @@ class Commands:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _conduct(self, run: Run, who: Who) -> None:
+    async def _conduct(self, run: Run, who: Who, *, crowded: bool) -> None:
         """Check, plan, do and record one command."""
         command = run.command
         try:
+            if crowded:
+                raise Forbidden(f"{RUNS_AT_ONCE} commands are under way already: wait for some to end")
             outcome = await self._carry_out(run, who)
         except Unfit as unfit:
             outcome = _unfit(command, unfit)
@@ -149,8 +152,6 @@ class Commands:
         command = run.command
         if who.socket != "operate":
             raise Forbidden("the view socket only looks: connect to operate.sock to act")
-        if len(self._tasks) > RUNS_AT_ONCE:
-            raise Forbidden(f"{RUNS_AT_ONCE} commands are under way already: wait for some to end")
         errand = self._understand(command)
         run.say(msgspec.structs.replace(errand.plan(), agent_started_ns=self._agent_started_ns))
         if command.dry_run:
@@ -161,7 +162,7 @@ class Commands:
     def _understand(self, command: Command) -> Errand:
         verb = VERBS.get(command.verb)
         if verb is None:
-            raise Misnamed(f"there is no command {command.verb!r}; there are: {', '.join(VERBS)}")
+            raise Misnamed(f"there is no command {command.verb[:MAX_NAME]!r}; there are: {', '.join(VERBS)}")
         if command.agent_started_ns not in (None, self._agent_started_ns):
             raise Forbidden("the agent was started anew since this was planned: look again")
         checked(command, verb)
@@ -187,14 +188,16 @@ class Commands:
             "ssh_key": who.ssh_key or None,
             "ssh_from": who.ssh_address or None,
             "socket": who.socket,
-            "source": command.source,
-            "verb": command.verb,
-            "targets": command.targets,
-            "arguments": command.arguments,
+            "source": command.source[:MAX_NAME],
+            "verb": command.verb[:MAX_NAME],
+            "targets": [target[:MAX_NAME] for target in command.targets[:MAX_TARGETS]],
+            "arguments": {
+                name[:MAX_NAME]: value[:MAX_NAME] for name, value in islice(command.arguments.items(), 16)
+            },
             "dry_run": command.dry_run,
             "wait": command.wait,
             "force": command.force,
-            "key": command.key or None,
+            "key": command.key[:MAX_NAME] or None,
         }
         if outcome is not None:
             record |= {

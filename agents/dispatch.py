@@ -53,8 +53,8 @@ class Dispatch:
         except TimeoutError:
             return Answered(
                 False,
-                f"the engine did not answer: it is stopped, or in a long step (waited {timeout_s:g} s; "
-                "the order takes effect if it goes on)",
+                "the engine did not answer: it is stopped, or in a long step "
+                f"(waited {round(timeout_s, 1):g} s; the order takes effect if it goes on)",
                 reached=False,
                 timed_out=True,
             )

@@ -11,6 +11,8 @@ from typing import ClassVar, Final
 from kvtop.agents.act import (
     DONE,
     FAILED,
+    MAX_NAME,
+    MAX_TARGETS,
     TIMED_OUT,
     Command,
     Facts,
@@ -153,6 +155,11 @@ def checked(command: Command, of: type[Errand]) -> None:
         Misnamed: something is missing, or too much.
     """
     verb = command.verb
+    names = (*command.targets, *command.arguments, *command.arguments.values(), command.key)
+    if any(len(name) > MAX_NAME for name in names):
+        raise Misnamed(f"a name has at most {MAX_NAME} characters")
+    if len(command.targets) > MAX_TARGETS:
+        raise Misnamed(f"{len(command.targets)} targets are too many: at most {MAX_TARGETS} at once")
     if not command.targets or (len(command.targets) > 1 and not of.several):
         many = "at least one target" if of.several else "exactly one target"
         raise Misnamed(f"{verb} takes {many}, not {len(command.targets)}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+from kvtop.agents.events import InstanceReport
 from kvtop.agents.instances import GONE_KEPT
 from kvtop.agents.latency import NS
 from kvtop.agents.server import Agent
@@ -86,3 +88,78 @@ def test_a_new_agent_does_not_guess_how_many_events_a_gap_cost() -> None:
     (instance,) = instances.freeze(2 * NS)
     assert [gap.dropped_events for gap in instance.gaps] == [None]
     assert instance.dropped_events == 107
+
+
+def report(**facts: Any) -> InstanceReport:
+    return InstanceReport(**{"at_ns": 1, "mode": "push", **facts})
+
+
+def test_what_an_engine_reports_holds_not_what_it_said_when_it_came() -> None:
+    instances = Agent().instances
+    attachment = instances.attach(hello(mode="push", orders=["set-mode"]), 1 * NS, lambda _message: True)
+
+    instances.take(attachment, report(mode="pull", peer_modes={"d": "push"}, quarantined_blocks=3), 2 * NS)
+
+    (instance,) = instances.freeze(2 * NS)
+    assert (instance.mode, instance.peer_modes) == ("pull", {"d": "push"})
+    assert (instance.quarantined_blocks, instance.orders) == (3, ["set-mode"])
+
+
+def test_draining_ends_in_drained_once_nothing_is_in_the_way() -> None:
+    instances = Agent().instances
+    attachment = instances.attach(hello(), 1 * NS)
+    seen = []
+    reports = (
+        report(blockers={"leases": 2}),
+        report(draining=True, blockers={"leases": 2, "writes": 1}),
+        report(draining=True, blockers={"leases": 0}),
+        report(blockers={}),
+    )
+    for second, each in enumerate(reports):
+        instances.take(attachment, each, second * NS)
+        (instance,) = instances.freeze(second * NS)
+        seen.append((instance.state, instance.draining, instance.drained, instance.state_reason))
+
+    assert seen == [
+        ("serving", False, False, ""),
+        ("draining", True, False, "left: 2 leases, 1 writes"),
+        ("drained", True, True, ""),
+        ("serving", False, False, ""),
+    ]
+
+
+def test_a_draining_engine_that_falls_silent_is_stale() -> None:
+    instances = Agent().instances
+    instances.take(instances.attach(hello(), 1 * NS), report(draining=True), 1 * NS)
+
+    instances.refresh(60 * NS)
+
+    assert instances.freeze(60 * NS)[0].state == "stale"
+
+
+def test_what_held_in_an_engine_ends_with_it(dead_pid: int) -> None:
+    instances = Agent().instances
+    gone = instances.attach(hello(pid=dead_pid), 1 * NS)
+    instances.take(gone, report(mode="pull", draining=True, blockers={"writes": 1}), 1 * NS)
+    instances.detach(gone, 2 * NS)
+    (instance,) = instances.freeze(2 * NS)
+    assert (instance.state, instance.draining, instance.blockers) == ("down", False, {})
+
+    instances.attach(hello(), 3 * NS)
+
+    (instance,) = instances.freeze(3 * NS)
+    assert (instance.state, instance.mode, instance.draining) == ("serving", "push", False)
+    assert instance.quarantined_blocks is None
+
+
+def test_an_engine_that_only_lost_its_connection_is_remembered() -> None:
+    instances = Agent().instances
+    attachment = instances.attach(hello(orders=["set-mode"]), 1 * NS, lambda _message: True)
+    instances.take(attachment, report(mode="pull", draining=True), 1 * NS)
+    instances.detach(attachment, 2 * NS)
+    assert instances.freeze(2 * NS)[0].orders == []
+
+    instances.attach(hello(orders=["set-mode"]), 3 * NS, lambda _message: True)
+
+    (instance,) = instances.freeze(3 * NS)
+    assert (instance.mode, instance.draining, instance.orders) == ("pull", True, ["set-mode"])

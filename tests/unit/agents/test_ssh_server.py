@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import asyncssh
 import pytest
 
+from kvtop.agents.act import Command, Outcome
+from kvtop.agents.audit import AuditLog
 from kvtop.agents.client import AgentConnection
 from kvtop.agents.model import ClientHello, Subscribe
 from kvtop.agents.runtime import RuntimePaths
@@ -37,7 +41,7 @@ class Door:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Door]:
         self.paths.prepare()
-        agent = Agent()
+        agent = Agent(audit=AuditLog(self.paths.audit))
         async with AsyncExitStack() as ending:
             for server in await listen(agent, self.paths):
                 ending.callback(server.close)
@@ -76,6 +80,48 @@ async def test_a_known_key_reaches_the_agents_sockets(door: Door, socket: str) -
         reader, writer = await ssh.open_unix_connection(path, encoding=None)
         async with AgentConnection(reader, writer) as agent:
             assert (await agent.snapshot()).instances == []
+
+
+@pytest.mark.parametrize("way", ["forwarding", "stdio"])
+async def test_a_command_is_recorded_with_the_key_that_let_its_sender_in(door: Door, way: str) -> None:
+    fingerprint = asyncssh.read_public_key(door.known.with_suffix(".pub")).get_fingerprint()
+    async with door.open(), door.enter() as ssh:
+        if way == "stdio":
+            process = await ssh.create_process("kvtop-agent stdio", encoding=None)
+            reader, writer = process.stdout, process.stdin
+        else:
+            reader, writer = await ssh.open_unix_connection("operate.sock", encoding=None)
+        address = "{}:{}".format(*ssh.get_extra_info("sockname")[:2])
+        async with AgentConnection(reader, writer) as agent:
+            async for answer in agent.act(Command(verb="drain", targets=["nobody"])):
+                assert isinstance(answer, Outcome)
+                assert answer.exit_code == 2
+                assert answer.audited
+
+    (record,) = map(json.loads, (await asyncio.to_thread(door.paths.audit.read_text)).splitlines())
+    assert (record["ssh_key"], record["ssh_from"]) == (fingerprint, address)
+    assert record["uid"] == os.getuid()
+
+
+async def test_who_is_not_behind_the_ssh_server_cannot_pass_for_a_key(door: Door) -> None:
+    """Anybody can give a socket such an address; the agent believes its own process only."""
+    posing = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX);"
+        "s.bind(b'\\0kvtop-ssh 1 SHA256:forged 1.2.3.4:5'); s.connect(sys.argv[1]);"
+        "s.sendall(sys.stdin.buffer.read()); s.shutdown(socket.SHUT_WR);\n"
+        "while s.recv(65536): pass"
+    )
+    question = encode_frame(ClientHello(WIRE_VERSION, "a test"))
+    question += encode_frame(Command(verb="drain", targets=["nobody"]))
+    async with door.open():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", posing, str(door.paths.operate), stdin=asyncio.subprocess.PIPE
+        )
+        await asyncio.wait_for(process.communicate(question), 30)
+
+    assert process.returncode == 0
+    (record,) = map(json.loads, (await asyncio.to_thread(door.paths.audit.read_text)).splitlines())
+    assert (record["ssh_key"], record["ssh_from"], record["uid"]) == (None, None, os.getuid())
 
 
 async def test_a_client_without_forwarding_reaches_the_agent_through_stdio(door: Door) -> None:

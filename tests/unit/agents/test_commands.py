@@ -1,0 +1,534 @@
+"""What an operator types on a node, and what its engines do: `kvtop-agent` against a real agent process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvtop.agents.events import EngineStats, TransferEvent
+from kvtop.agents.model import LIVE_STAGES, Snapshot, Transfer
+from kvtop.agents.runtime import RuntimePaths
+from tests.support.acting import AGENT_CLI, ActingNode, acting_node
+from tests.support.agent import await_snapshot, hello, reporting, runtime_folder, snapshot
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def paths() -> Iterator[RuntimePaths]:
+    with runtime_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def node(paths: RuntimePaths) -> Iterator[ActingNode]:
+    """Two pairs of engines under a steady load."""
+    with acting_node(paths, "--rate", "20") as running:
+        yield running
+
+
+@pytest.fixture
+def quiet_node(paths: RuntimePaths) -> Iterator[ActingNode]:
+    """Two pairs of engines that nobody asks anything."""
+    with acting_node(paths, "--rate", "0.001") as running:  # the first request comes at once
+        await_snapshot(paths, lambda seen: seen.transfers and not live(seen), "the only transfer to end")
+        yield running
+
+
+@pytest.fixture
+def slow_node(paths: RuntimePaths) -> Iterator[ActingNode]:
+    """A pair of engines whose every transfer waits for its lease to end."""
+    with acting_node(paths, "--rate", "20", "--failure-rate", "1", "--seed", "3", pairs=1) as running:
+        yield running
+
+
+def live(seen: Snapshot) -> list[Transfer]:
+    return [row for row in seen.transfers if row.stage in LIVE_STAGES]
+
+
+# mode
+
+
+def test_a_switch_is_proved_by_the_transfers_that_follow(node: ActingNode) -> None:
+    await_snapshot(node.paths, lambda seen: len(seen.transfers) > 5, "some transfers to push")
+
+    done = node.act_json("mode", "sim-prefill-0", "pull", "--wait", "--timeout", "30s")
+
+    assert (done["exit_code"], done["state"]) == (0, "done")
+    assert done["plan"]["simulated"] is True
+    (target,) = done["targets"]
+    assert (target["name"], target["before"]["mode"], target["after"]["mode"]) == (
+        "sim-prefill-0",
+        "push",
+        "pull",
+    )
+    facts = done["facts"]
+    assert (facts["mode_asked"], facts["old_mode_live"]) == ("pull", 0)
+    proof = next(row for row in snapshot(node.paths).transfers if row.id == facts["proved_by_transfer"])
+    assert (proof.direction, proof.stage) == ("pull", "done")
+    assert node.instance("sim-prefill-0").mode == "pull"
+    assert node.instance("sim-prefill-1").mode == "push"
+
+
+def test_a_switch_without_wait_says_what_was_last_seen(quiet_node: ActingNode) -> None:
+    done = quiet_node.act("mode", "sim-prefill-0", "pull")
+
+    assert done.returncode == 0
+    assert done.stdout == (
+        "sim-prefill-0: new requests pull; 0 live transfers still push; the latest transfer seen: push\n"
+    )
+    assert "sim-prefill-0: requests that arrive from now on pull; now they push" in done.stderr
+
+
+def test_a_switch_that_no_traffic_proves_says_so(quiet_node: ActingNode) -> None:
+    done = quiet_node.act("mode", "sim-prefill-0", "pull", "--wait", "--timeout", "1s")
+
+    assert done.returncode == 4
+    assert "no traffic came to prove it" in done.stderr
+    assert done.stdout == ""
+    assert quiet_node.instance("sim-prefill-0").mode == "pull"
+
+
+def test_a_switch_for_one_peer_leaves_the_others(node: ActingNode) -> None:
+    decode = node.instance("sim-decode-0")
+
+    done = node.act_json(
+        "mode", "sim-prefill-0", "pull", "--peer", "sim-decode-0", "--wait", "--timeout", "30s"
+    )
+
+    assert done["exit_code"] == 0
+    assert done["facts"]["peer"] == decode.engine_id
+    prefill = node.instance("sim-prefill-0")
+    assert (prefill.mode, prefill.peer_modes) == ("push", {decode.engine_id: "pull"})
+    again = node.act_json("mode", "sim-prefill-0", "push")
+    assert again["plan"]["irreversible"] == ["the exceptions that are forgotten"]
+    assert node.instance("sim-prefill-0").peer_modes == {}
+
+
+# drain and undrain
+
+
+def test_a_drain_tells_what_is_in_the_way_and_ends_when_nothing_is(node: ActingNode) -> None:
+    await_snapshot(
+        node.paths,
+        lambda seen: any(each.blockers for each in seen.instances if each.name == "sim-prefill-0"),
+        "something to wait for",
+    )
+
+    drained = node.act("drain", "sim-prefill-0", "--wait", "--timeout", "60s")
+
+    assert (drained.returncode, drained.stdout) == (0, "sim-prefill-0: drained\n"), drained.stderr
+    assert "sim-prefill-0 starts no new KV transfer from now on" in drained.stderr
+    instance = node.instance("sim-prefill-0")
+    assert (instance.state, instance.draining, instance.drained, instance.blockers) == (
+        "drained",
+        True,
+        True,
+        {},
+    )
+    begun = {row.id for row in snapshot(node.paths).transfers}
+    await_snapshot(
+        node.paths,
+        lambda seen: len([row for row in seen.transfers if row.id not in begun]) > 5,
+        "transfers of the others",
+    )
+    later = [row for row in snapshot(node.paths).transfers if row.id not in begun]
+    assert {row.prefill.name for row in later if row.prefill} == {"sim-prefill-1"}
+
+    undrained = node.act("undrain", "sim-prefill-0")
+
+    assert (undrained.returncode, undrained.stdout) == (0, "sim-prefill-0: starts KV transfers again\n")
+    assert node.instance("sim-prefill-0").state == "serving"
+    await_snapshot(
+        node.paths,
+        lambda seen: any(row.prefill and row.prefill.name == "sim-prefill-0" for row in live(seen)),
+        "its transfers to begin again",
+    )
+
+
+def test_a_drain_that_does_not_end_in_time_says_what_is_left(slow_node: ActingNode) -> None:
+    await_snapshot(slow_node.paths, lambda seen: len(live(seen)) > 3, "leases")
+
+    done = slow_node.act_json("drain", "sim-prefill-0", "--force", "--wait", "--timeout", "500ms")
+
+    assert (done["exit_code"], done["state"]) == (4, "timed-out")
+    assert "not drained after 0.5 s; left: " in done["message"]
+    assert done["facts"]["left"]["sim-prefill-0"].keys() <= {"leases", "writes"}
+    assert slow_node.instance("sim-prefill-0").draining
+    people = slow_node.act("drain", "sim-prefill-0", "--wait", "--timeout", "30s")
+    assert people.returncode == 0, people.stderr
+    assert "leases" in people.stderr
+    assert "transfer " in people.stderr
+
+
+def test_the_last_one_of_a_role_is_drained_only_by_force(quiet_node: ActingNode) -> None:
+    assert quiet_node.act("drain", "sim-prefill-0").returncode == 0
+
+    refused = quiet_node.act("drain", "sim-prefill-1")
+
+    assert refused.returncode == 1
+    assert "refused: sim-prefill-1 is the last serving prefill instance that is known here" in refused.stderr
+    assert not quiet_node.instance("sim-prefill-1").draining
+    assert quiet_node.act("drain", "sim-prefill-1", "--dry-run").returncode == 1
+    assert quiet_node.act("drain", "sim-prefill-1", "--force").returncode == 0
+    assert quiet_node.instance("sim-prefill-1").draining
+
+
+def test_all_of_a_role_at_once_are_its_last_ones_too(quiet_node: ActingNode) -> None:
+    assert quiet_node.act("drain", "sim-prefill-0", "sim-prefill-1").returncode == 1
+    assert quiet_node.act("drain", "sim-prefill-0", "sim-decode-1").returncode == 0
+    assert {each.name for each in snapshot(quiet_node.paths).instances if each.draining} == {
+        "sim-prefill-0",
+        "sim-decode-1",
+    }
+
+
+def test_two_operators_do_not_drain_the_last_two_together(quiet_node: ActingNode) -> None:
+    both = [quiet_node.start("drain", f"sim-prefill-{number}", "--wait") for number in range(2)]
+    for process in both:
+        process.communicate(timeout=60)
+
+    assert sorted(process.returncode for process in both) == [0, 1]
+    assert [each.draining for each in snapshot(quiet_node.paths).instances].count(True) == 1
+
+
+def test_who_waits_is_told_that_another_has_undone_it(slow_node: ActingNode) -> None:
+    await_snapshot(slow_node.paths, lambda seen: len(live(seen)) > 3, "leases")
+    waiting = slow_node.start("drain", "sim-prefill-0", "--force", "--wait")
+    await_snapshot(slow_node.paths, lambda seen: seen.instances[0].draining, "the drain")
+
+    assert slow_node.act("undrain", "sim-prefill-0").returncode == 0
+
+    _, told = waiting.communicate(timeout=30)
+    assert waiting.returncode == 1
+    assert "failed: sim-prefill-0: another command undrained it meanwhile" in told
+
+
+def test_ctrl_c_leaves_the_order_in_force_and_says_so(slow_node: ActingNode) -> None:
+    await_snapshot(slow_node.paths, lambda seen: len(live(seen)) > 3, "leases")
+    waiting = slow_node.start("drain", "sim-prefill-0", "--force", "--wait", "--json")
+    await_snapshot(slow_node.paths, lambda seen: seen.instances[0].draining, "the drain")
+    assert waiting.stderr is not None
+    while "left: " not in waiting.stderr.readline():
+        pass
+
+    waiting.send_signal(signal.SIGINT)
+
+    out, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130
+    document = json.loads(out)
+    assert document["state"] == "interrupted"
+    assert "stays in force; `undrain sim-prefill-0` takes it back" in document["message"]
+    assert slow_node.instance("sim-prefill-0").draining
+    wait_until(
+        lambda: [record["state"] for record in slow_node.audit() if record["event"] == "ended"] == ["done"],
+        "the agent to record how it ended all the same",
+        timeout_s=30,
+    )
+
+
+# cancel
+
+
+def test_a_cancelled_transfer_ends_on_both_sides(slow_node: ActingNode) -> None:
+    seen = await_snapshot(slow_node.paths, _waiting_for_lease, "a transfer that waits")
+    row = _waiting_for_lease(seen)[-1]
+
+    done = slow_node.act_json("cancel", str(row.id))
+
+    assert (done["exit_code"], done["facts"]) == (0, {"cancelled": 1, "asked": 1})
+    (target,) = done["targets"]
+    assert (target["before"]["stage"], target["after"]["stage"]) == (row.stage, "cancelled")
+    assert "sim-decode-0: simulated: cancelled" in done["message"]
+    assert "sim-prefill-0: simulated: cancelled" in done["message"]
+    ended = next(each for each in snapshot(slow_node.paths).transfers if each.id == row.id)
+    assert (ended.stage, ended.error_class) == ("cancelled", "cancel")
+
+
+def _waiting_for_lease(seen: Snapshot) -> list[Transfer]:
+    """Transfers of which both sides have reported and nothing is posted."""
+    return [row for row in live(seen) if row.stage == "queued" and row.decode and row.decode.request_id]
+
+
+def test_of_several_transfers_each_has_its_own_outcome(slow_node: ActingNode) -> None:
+    seen = await_snapshot(
+        slow_node.paths,
+        lambda s: _waiting_for_lease(s) and [row for row in s.transfers if row.stage == "failed"],
+        "a transfer that waits and one that has ended",
+    )
+    ended = next(row for row in seen.transfers if row.stage == "failed")
+    waiting = _waiting_for_lease(seen)[-1]
+
+    done = slow_node.act_json("cancel", str(ended.id), str(waiting.id))
+
+    assert (done["exit_code"], done["facts"]) == (1, {"cancelled": 1, "asked": 2})
+    assert [target["ok"] for target in done["targets"]] == [False, True]
+    assert f"transfer {ended.id}: it has ended already (failed)" in done["message"]
+    refused = slow_node.act("cancel", str(ended.id))
+    assert refused.returncode == 1
+    assert "nothing to cancel" in refused.stderr
+
+
+@pytest.mark.parametrize("wrong", ["999999", "one", "-1", "1" * 30, "٣"])
+def test_a_transfer_that_is_not_there_is_named_with_those_that_are(
+    quiet_node: ActingNode, wrong: str
+) -> None:
+    done = quiet_node.act("cancel", "--", wrong)
+
+    assert done.returncode == 2
+    assert f"there is no transfer {wrong!r} here (any more); live ones: none" in done.stderr
+
+
+# evict
+
+
+def test_an_evicted_peer_is_met_afresh(node: ActingNode) -> None:
+    decode = node.instance("sim-decode-0").engine_id
+
+    def state() -> str:
+        pairs = node.instance("sim-prefill-0").pairs
+        return next((each.state for each in pairs if each.engine_id == decode), "unknown")
+
+    wait_until(lambda: state() == "ready", "the pair to be ready", poll_s=0.1)
+
+    began_ns = time.monotonic_ns()
+    done = node.act_json("evict", "sim-prefill-0", "sim-decode-0")
+
+    assert (done["exit_code"], done["facts"]["pair_before"]) == (0, "ready")
+    assert done["facts"]["peer"] == decode
+    wait_until(lambda: state() == "ready", "the pair to be ready again", poll_s=0.1)
+    await_snapshot(
+        node.paths,
+        lambda seen: any(
+            "handshaking" in row.times_ns for row in seen.transfers if row.first_seen_ns > began_ns
+        ),
+        "a handshake",
+    )
+
+
+def test_a_peer_that_the_engine_does_not_know_cannot_be_evicted(quiet_node: ActingNode) -> None:
+    done = quiet_node.act("evict", "sim-prefill-0", "sim-decode-1")
+
+    assert done.returncode == 1
+    assert "sim-prefill-0: simulated: there is nothing to forget of that peer" in done.stderr
+
+
+# Targets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("drain", "nobody"),
+            "no instance is called 'nobody'; this agent knows sim-decode-0, sim-decode-1, sim-",
+        ),
+        (("mode", "nobody", "push"), "no instance is called 'nobody'"),
+        (
+            ("evict", "sim-prefill-0", "nobody"),
+            "sim-prefill-0 knows no peer 'nobody'; it may be one of: sim-",
+        ),
+        (("mode", "sim-prefill-0", "push", "--peer", "nobody"), "sim-prefill-0 knows no peer 'nobody'"),
+        (("mode", "sim-prefill-0", "sideways"), "'sideways' is not one of 'push', 'pull'"),
+        (("mode", "sim-prefill-0"), "Missing argument"),
+        (("drain",), "Missing argument"),
+        (("cancel",), "Missing argument"),
+        (("drain", "sim-prefill-0", "--timeout", "soon"), "'soon' is no time span"),
+        (("drain", "sim-prefill-0", "--timeout", "0s"), "'0s' is no time span"),
+        (("drain", "sim-prefill-0", "--timeout", "25h"), "'25h' is no time span"),
+        (("drain", "x" * 600), "a name has at most 512 characters"),
+        (("evict", "sim-prefill-0"), "Missing argument"),
+    ],
+)
+def test_what_cannot_be_understood_is_said_and_nothing_is_done(
+    quiet_node: ActingNode, arguments: tuple[str, ...], said: str
+) -> None:
+    done = quiet_node.act(*arguments)
+
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+    assert not any(each.draining for each in snapshot(quiet_node.paths).instances)
+
+
+def test_an_engine_id_names_an_instance_too(quiet_node: ActingNode) -> None:
+    engine_id = quiet_node.instance("sim-prefill-0").engine_id
+
+    assert quiet_node.act("drain", engine_id).stdout == "sim-prefill-0: drained\n"
+
+
+def test_a_name_that_two_instances_have_is_not_guessed(quiet_node: ActingNode) -> None:
+    twins = [hello("twin", engine_id=f"twin-{number}", pid=os.getpid()) for number in range(2)]
+    with (
+        reporting(quiet_node.paths, start_agent=False, hello=twins[0]),
+        reporting(quiet_node.paths, start_agent=False, hello=twins[1]),
+    ):
+        done = quiet_node.act("drain", "twin")
+
+    assert done.returncode == 2
+    assert "'twin' is the name of 2 instances: name one by its engine id: twin-0 (pid" in done.stderr
+    assert "twin-1" in done.stderr
+
+
+def test_an_instance_that_only_reports_is_not_ordered_anything(quiet_node: ActingNode) -> None:
+    with reporting(quiet_node.paths, start_agent=False, hello=hello("observed")) as reporter:
+        reporter.put(EngineStats(at_ns=1, running=0, waiting=0, kv_usage=0.0))
+        reporter.put(TransferEvent(at_ns=time.monotonic_ns(), side="prefill", request_id="r", step="queued"))
+        seen = await_snapshot(quiet_node.paths, live, "its transfer")
+        drain = quiet_node.act("drain", "observed", "--force")
+        cancel = quiet_node.act("cancel", str(live(seen)[0].id))
+
+    assert (drain.returncode, cancel.returncode) == (1, 1)
+    assert "refused: observed takes no orders, it only reports" in drain.stderr
+    assert "refused: no side of it can be told" in cancel.stderr
+
+
+# Engines that do not answer
+
+
+def test_an_engine_that_is_stopped_is_said_not_to_have_answered(quiet_node: ActingNode) -> None:
+    quiet_node.engines.suspend()
+
+    done = quiet_node.act("drain", "sim-prefill-0", "--timeout", "1s")
+
+    assert done.returncode == 4
+    assert "the engine did not answer: it is stopped, or in a long step (waited 1 s; " in done.stderr
+    quiet_node.engines.resume()
+    await_snapshot(
+        quiet_node.paths,
+        lambda seen: any(each.draining for each in seen.instances),
+        "the order to take effect, as was said",
+    )
+
+
+def test_an_engine_that_dies_before_it_answers_is_not_waited_for(quiet_node: ActingNode) -> None:
+    quiet_node.engines.suspend()
+    waiting = quiet_node.start("undrain", "sim-prefill-0")
+    wait_until(lambda: quiet_node.paths.audit.exists() and quiet_node.audit(), "the order")
+    began_s = time.monotonic()
+    quiet_node.engines.kill()
+
+    _, told = waiting.communicate(timeout=30)
+
+    assert time.monotonic() - began_s < 8  # an answer would be awaited for 10 s
+    assert waiting.returncode == 1
+    assert "detached before it answered" in told
+
+
+def test_an_engine_that_is_gone_has_nothing_to_order(quiet_node: ActingNode) -> None:
+    quiet_node.engines.kill()
+    await_snapshot(quiet_node.paths, lambda s: {each.state for each in s.instances} == {"down"}, "their end")
+
+    done = quiet_node.act("drain", "sim-prefill-0")
+
+    assert done.returncode == 1
+    assert "refused: sim-prefill-0 is down" in done.stderr
+
+
+# Without an agent
+
+
+def test_without_an_agent_nothing_can_be_ordered(paths: RuntimePaths) -> None:
+    done = subprocess.run(
+        [*AGENT_CLI, "--runtime-dir", str(paths.folder), "drain", "prefill-0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+    assert done.returncode == 3
+    assert "no agent runs in" in done.stderr
+
+
+def test_an_agent_that_ends_meanwhile_leaves_that_unsaid_to_nobody(slow_node: ActingNode) -> None:
+    await_snapshot(slow_node.paths, lambda seen: len(live(seen)) > 3, "leases")
+    waiting = slow_node.start("drain", "sim-prefill-0", "--force", "--wait")
+    await_snapshot(slow_node.paths, lambda seen: seen.instances[0].draining, "the drain")
+
+    slow_node.agent.terminate()
+
+    _, told = waiting.communicate(timeout=30)
+    assert waiting.returncode in (1, 3)
+    assert "stays in force" in told or "may be in force" in told
+    assert "stays in force" in slow_node.audit()[-1]["message"]
+
+
+# What is asked and what is recorded
+
+
+def test_a_dry_run_does_nothing(quiet_node: ActingNode) -> None:
+    done = quiet_node.act_json("drain", "sim-prefill-0", "--dry-run", "--wait")
+
+    assert (done["exit_code"], done["state"]) == (0, "planned")
+    assert done["plan"]["targets"] == ["sim-prefill-0"]
+    assert not quiet_node.instance("sim-prefill-0").draining
+
+
+def test_everything_is_recorded_refusals_and_dry_runs_too(quiet_node: ActingNode) -> None:
+    quiet_node.act("drain", "sim-prefill-0")
+    quiet_node.act("drain", "sim-prefill-1")
+    quiet_node.act("undrain", "sim-prefill-0", "--dry-run")
+    quiet_node.act("drain", "nobody")
+
+    records = quiet_node.audit()
+
+    assert [(each["event"], each["verb"], each.get("state")) for each in records] == [
+        ("started", "drain", None),
+        ("ended", "drain", "done"),
+        ("ended", "drain", "refused"),
+        ("ended", "undrain", "planned"),
+        ("ended", "drain", "usage"),
+    ]
+    first = records[1]
+    assert first["uid"] == os.getuid()
+    assert f"pid {os.getpid()}" not in first["source"]
+    assert "kvtop" in first["source"] or "cli.py" in first["source"]
+    assert first["targets"] == ["sim-prefill-0"]
+    (outcome,) = first["outcomes"]
+    assert (outcome["before"]["draining"], outcome["after"]["draining"]) == (False, True)
+    assert stat.S_IMODE(quiet_node.paths.audit.stat().st_mode) == 0o600
+
+
+def test_a_record_that_cannot_be_written_stops_nothing_and_is_told(quiet_node: ActingNode) -> None:
+    quiet_node.paths.audit.mkdir()
+
+    people = quiet_node.act("drain", "sim-prefill-0")
+    scripts = quiet_node.act_json("undrain", "sim-prefill-0")
+
+    assert people.returncode == 0
+    assert "not recorded: " in people.stderr
+    assert (scripts["exit_code"], scripts["audited"]) == (0, False)
+    assert "cannot be written" in scripts["audit_problem"]
+
+
+def test_a_command_that_comes_again_under_its_key_is_not_run_again(quiet_node: ActingNode) -> None:
+    first = quiet_node.act_json("drain", "sim-prefill-0", "--key", "change-7")
+    assert quiet_node.act("undrain", "sim-prefill-0").returncode == 0
+
+    again = quiet_node.act_json("drain", "sim-prefill-0", "--key", "change-7")
+
+    assert (first["repeated"], again["repeated"]) == (False, True)
+    assert again["message"] == first["message"]
+    assert not quiet_node.instance("sim-prefill-0").draining
+    assert [each["event"] for each in quiet_node.audit()].count("started") == 2
+    other = quiet_node.act("drain", "sim-prefill-1", "--key", "change-7")
+    assert other.returncode == 2
+    assert "the key 'change-7' was another command's" in other.stderr
+
+
+def test_who_comes_again_while_it_runs_waits_for_the_same_outcome(slow_node: ActingNode) -> None:
+    await_snapshot(slow_node.paths, lambda seen: len(live(seen)) > 3, "leases")
+    command = ("drain", "sim-prefill-0", "--force", "--wait", "--key", "once", "--json")
+    both = [slow_node.start(*command) for _ in range(2)]
+    outcomes = [json.loads(process.communicate(timeout=60)[0]) for process in both]
+
+    assert [each["state"] for each in outcomes] == ["done", "done"]
+    assert sorted(each["repeated"] for each in outcomes) == [False, True]
+    assert [each["event"] for each in slow_node.audit()].count("started") == 1

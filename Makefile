@@ -22,7 +22,7 @@ READY := .venv/.ready
 NEXT := .upstream/.ready
 ARGS ?=
 
-.PHONY: help demo test check format bench pins clean
+.PHONY: help demo test check format bench chaos pins clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +42,9 @@ check: $(READY) ## lint, formatting, types, import contracts
 format: $(READY) ## format the code and mend what the linter can mend
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+chaos: $(READY) ## trouble a real pair for 1,000 requests (ARGS="--seed N --requests N")
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(READY) ## print the ratios of tests/bench, measured side by side (ARGS="NAME…" runs only those)
 	@$(BIN)/python -m tests.bench $(ARGS)

@@ -17,6 +17,7 @@ import pytest
 from kvtop.agents.model import Instance, Transfer
 from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.servers import Server
+from tests.chaos.storm import idle
 from tests.support.pair import DEADLINE_S, LEASE_S, RunningPair, complete, complete_all
 from tests.support.two_steps import Handed, decode, decode_and_leave, prefill
 from tests.support.waiting import wait_until
@@ -36,7 +37,7 @@ def prompt(request: pytest.FixtureRequest) -> Prompt:
 @pytest.fixture(autouse=True)
 def nothing_is_left(pair: RunningPair) -> Iterator[None]:
     yield
-    wait_until(lambda: _idle(pair), "both engines' KV use and quarantine to be 0", timeout_s=30)
+    wait_until(lambda: idle(pair), "both engines' KV use and quarantine to be 0", timeout_s=30)
 
 
 def test_a_lease_that_ended_first_is_told_at_once(
@@ -108,13 +109,6 @@ def _last(pair: RunningPair, *stages: str) -> Transfer | None:
 
 def _says(row: Transfer | None, what: str) -> bool:
     return row is not None and what in (row.error or "")
-
-
-def _idle(pair: RunningPair) -> bool:
-    return all(
-        not each.kv_usage and not each.quarantined_blocks and not each.running and not each.waiting
-        for each in pair.instances().values()
-    )
 
 
 @contextmanager

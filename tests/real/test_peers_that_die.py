@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from kvtop.console.demo.load import make_prompt
-from kvtop.console.demo.servers import Role, Server, start_server, wait_healthy
-from tests.support.pair import CONNECTORS, RunningPair, complete, complete_all, environment_of
+from kvtop.console.demo.servers import Role, Server
+from tests.support.pair import RunningPair, complete, complete_all, kill, start_again
 from tests.support.two_steps import decode_and_leave, prefill
 from tests.support.waiting import wait_until
 
@@ -27,8 +27,8 @@ def test_a_decode_that_comes_back_as_another_engine_is_pushed_to_again(
     held = prefill(pair.pair.prefill, make_prompt(8_100, random.Random(8_100)))
     del held  # P holds these blocks for a D that never comes
 
-    _kill(pair, "decode")
-    _start_again(pair, "decode")
+    kill(pair, "decode")
+    start_again(pair, "decode")
 
     assert complete_all(pair.url, prompts[3:]) == expected[3:]
     after = pair.instances()
@@ -52,7 +52,7 @@ def test_a_prefill_that_dies_leaves_no_block_behind(pair: RunningPair, aggregate
     decode_and_leave(pair.pair.decode, held, after_s=1.0)
     wait_until(lambda: pair.instances()["decode"].quarantined_blocks, "D's blocks to be in quarantine")
 
-    _kill(pair, "prefill")
+    kill(pair, "prefill")
 
     wait_until(
         lambda: not pair.instances()["decode"].quarantined_blocks, "the quarantine to end", timeout_s=20
@@ -60,32 +60,10 @@ def test_a_prefill_that_dies_leaves_no_block_behind(pair: RunningPair, aggregate
     wait_until(lambda: not pair.instances()["decode"].kv_usage, "D's KV use to be 0", timeout_s=20)
     gone = [each for each in pair.instances()["decode"].pairs if each.state == "failed"]
     assert any("gone" in each.reason for each in gone)
-    _start_again(pair, "prefill")
+    start_again(pair, "prefill")
     assert complete(pair.url, prompt) == expected
 
 
 def _pair_state(pair: RunningPair, role: Role, peer_engine_id: str) -> str | None:
     states = {each.engine_id: each.state for each in pair.instances()[role].pairs}
     return states.get(peer_engine_id)
-
-
-def _kill(pair: RunningPair, role: Role) -> None:
-    """Kill an instance's processes, as the kernel does when memory runs out."""
-    engines = [psutil.Process(pid) for pid in pair.instances()[role].pids]
-    for engine in engines:
-        engine.kill()
-    psutil.wait_procs(engines, timeout=10)
-
-
-def _start_again(pair: RunningPair, role: Role) -> None:
-    """Start another engine on the address of the one that died."""
-    dead: Server = getattr(pair.pair, role)
-    again = Server(f"{dead.name}-again", dead.port, role, dead.side_channel)
-    start_server(
-        pair.processes,
-        again,
-        pair.processes.folder / "model",
-        CONNECTORS["kvtop-impatient"],
-        environment_of(pair.folder),
-    )
-    wait_healthy(pair.processes, {again.name: f"{again.url}/health"}, timeout_s=240)

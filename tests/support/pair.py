@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtop.agents.client import connect_unix
 from kvtop.agents.model import Instance, Snapshot
 from kvtop.agents.runtime import ENV_RUNTIME_DIR, RuntimePaths
 from kvtop.console.demo.access import runtime_environment
-from kvtop.console.demo.deployment import Pair, start_alone, start_pair
+from kvtop.console.demo.deployment import START_TIMEOUT_S, Pair, start_alone, start_pair
 from kvtop.console.demo.load import Prompt
 from kvtop.console.demo.model import make_model
 from kvtop.console.demo.ports import free_ports
 from kvtop.console.demo.processes import Processes
-from kvtop.console.demo.servers import MODEL_NAME, Connector, Server, kvtop_connector
+from kvtop.console.demo.servers import (
+    MODEL_NAME,
+    Connector,
+    Role,
+    Server,
+    kvtop_connector,
+    start_server,
+    wait_healthy,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 REQUEST_TIMEOUT_S = 60.0
@@ -129,6 +138,7 @@ class RunningPair:
     processes: Processes
     pair: Pair
     folder: Path
+    connector: str = ""
 
     @property
     def url(self) -> str:
@@ -219,7 +229,7 @@ def start_in(
         env=env,
         prefix=prefix,
     )
-    return RunningPair(processes, pair, folder)
+    return RunningPair(processes, pair, folder, connector)
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -229,6 +239,23 @@ def environment_of(folder: Path) -> dict[str, str]:
         DAMAGE_WHILE: str(folder / DAMAGE_FILE),
         "PYTHONPATH": str(REPOSITORY),
     }
+
+
+def kill(pair: RunningPair, role: Role) -> None:
+    """Kill an instance's processes, as the kernel does when memory runs out."""
+    engines = [psutil.Process(pid) for pid in pair.instances()[role].pids]
+    for engine in engines:
+        engine.kill()
+    psutil.wait_procs(engines, timeout=10)
+
+
+def start_again(pair: RunningPair, role: Role) -> None:
+    """Start another engine on the address of the one that died."""
+    dead: Server = getattr(pair.pair, role)
+    again = Server(f"{dead.name}-again", dead.port, role, dead.side_channel)
+    connector, model = CONNECTORS[pair.connector], pair.processes.folder / "model"
+    start_server(pair.processes, again, model, connector, environment_of(pair.folder))
+    wait_healthy(pair.processes, {again.name: f"{again.url}/health"}, timeout_s=START_TIMEOUT_S)
 
 
 @contextmanager

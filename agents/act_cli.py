@@ -9,6 +9,7 @@ import asyncio
 import getpass
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -206,7 +207,7 @@ class Talk:
                 planned = await self._run(act, msgspec.structs.replace(command, dry_run=True, key=""))
                 if planned.state != "planned" or self._plan is None:
                     return self._end(planned)
-                if not click.confirm(f"{self._program}: go ahead?", default=False, err=True):
+                if not self._confirms():
                     self._say("nothing was done")
                     return INTERRUPTED
                 command = msgspec.structs.replace(
@@ -216,7 +217,7 @@ class Talk:
             return self._end(await self._run(act, command))
         except (asyncio.CancelledError, click.Abort):
             return self._end(self._interrupted())
-        except (OSError, TimeoutError):
+        except Exception:
             if self._ordered:
                 self._say("the agent went before the outcome: what was ordered may be in force")
             raise
@@ -224,6 +225,14 @@ class Talk:
     def _asks(self) -> bool:
         asked = self._asked
         return not (asked.yes or asked.command.dry_run) and sys.stdin.isatty() and sys.stderr.isatty()
+
+    def _confirms(self) -> bool:
+        """Ask; Ctrl+C must end the question, which asyncio's own handler would leave standing."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return click.confirm(f"{self._program}: go ahead?", default=False, err=True)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     async def _run(self, act: Act, command: Command) -> Outcome:
         async for answer in act(command):
@@ -256,13 +265,10 @@ class Talk:
             self._write(f"           {line}")
 
     def _interrupted(self) -> Outcome:
-        verb, targets = self._asked.command.verb, " ".join(self._asked.command.targets)
+        verb = self._asked.command.verb
+        targets = " ".join(self._plan.targets if self._plan else self._asked.command.targets)
         undo = f"; `undrain {targets}` takes it back" if verb == "drain" else ""
-        message = (
-            f"interrupted: what was ordered stays in force{undo}"
-            if self._ordered
-            else "interrupted before anything was ordered"
-        )
+        message = f"what was ordered stays in force{undo}" if self._ordered else "nothing was ordered"
         return Outcome(
             verb=verb, exit_code=INTERRUPTED, state="interrupted", message=message, audited=self._ordered
         )

@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from kvtop import __version__
+from kvtop.agents.act_cli import Asked, verb_commands
 from kvtop.console.fleet.targets import Target, parse_targets
-from kvtop.console.options import connection_options, dial_options
+from kvtop.console.options import connection_options, dial_options, host_options
 
 CONSOLE = "console"
 """The command that plain `kvtop [HOST…]` stands for."""
@@ -142,6 +143,16 @@ def screenshot(
         screen=screen,
         after_s=after_s,
     )
+
+
+def _act(asked: Asked, hosts: tuple[str, ...], **connection: Any) -> int:
+    from kvtop.console.act import act  # noqa: PLC0415 - not needed for `--help`
+
+    return act(asked, _targets(hosts), dial_options(**connection))
+
+
+for _command in verb_commands(_act, host_options):
+    kvtop.add_command(_command)
 
 
 def _targets(hosts: tuple[str, ...]) -> tuple[Target, ...]:

@@ -16,8 +16,36 @@ _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
 def connection_options(command: _F) -> _F:
     """Add HOST… and the options that say how to reach agents."""
-    decorators = (
-        click.argument("hosts", nargs=-1, metavar="[HOST]..."),
+    hosts = click.argument("hosts", nargs=-1, metavar="[HOST]...")
+    return hosts(_reaching("--timeout")(command))
+
+
+def host_options(command: _F) -> _F:
+    """Add the options that say which agents to reach and how, where the arguments name something else."""
+    hosts = click.option(
+        "-H",
+        "--host",
+        "hosts",
+        multiple=True,
+        metavar="HOST",
+        help="Where the target is looked for, as `kvtop HOST` takes it; may be repeated (default: local).",
+    )
+    return hosts(_reaching("--connect-timeout")(command))
+
+
+def _reaching(timeout_name: str) -> Callable[[_F], _F]:
+    """Return what adds the options that say how to reach agents."""
+
+    def add(command: _F) -> _F:
+        for decorator in reversed(_how(timeout_name)):
+            command = decorator(command)
+        return command
+
+    return add
+
+
+def _how(timeout_name: str) -> tuple[Callable[[_F], _F], ...]:
+    return (
         click.option(
             "-i", "--identity", "identities", type=_FILE, multiple=True, help="Private key to offer."
         ),
@@ -28,7 +56,7 @@ def connection_options(command: _F) -> _F:
             help="The agent's socket on the nodes, where it is not in the usual places.",
         ),
         click.option(
-            "--timeout",
+            timeout_name,
             "timeout_s",
             type=click.FloatRange(min=0.1),
             default=10.0,
@@ -37,9 +65,6 @@ def connection_options(command: _F) -> _F:
             help="For connecting to each host.",
         ),
     )
-    for decorator in reversed(decorators):
-        command = decorator(command)
-    return command
 
 
 def dial_options(

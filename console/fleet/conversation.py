@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvtop.agents.act import Answer, Command
 from kvtop.agents.model import Delta, Snapshot
 from kvtop.console.fleet.targets import Target
 
@@ -44,6 +45,14 @@ class Conversation(Protocol):
 
         Raises:
             ConnectError: the conversation ended.
+        """
+        ...
+
+    def act(self, command: Command) -> AsyncIterator[Answer]:
+        """Have the agent run a command: yield its plan, its progress, and at last its outcome.
+
+        Raises:
+            ConnectError: the conversation ended before the outcome; what was ordered may be in force.
         """
         ...
 

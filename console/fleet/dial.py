@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from kvtop.agents.act import Answer, Command
 from kvtop.agents.client import AgentConnection
 from kvtop.agents.model import Delta, Snapshot
 from kvtop.agents.runtime import SYSTEM_FOLDER, RuntimeFolderError, RuntimePaths
@@ -75,6 +76,17 @@ class AgentConversation:
             with self._errors():
                 message = await asyncio.wait_for(anext(messages), SILENCE_S + interval_s)
             yield message
+
+    async def act(self, command: Command) -> AsyncIterator[Answer]:
+        """Have the agent run a command; see `Conversation`."""
+        answers = aiter(self._agent.act(command))
+        while True:
+            try:
+                with self._errors():
+                    answer = await anext(answers)
+            except StopAsyncIteration:
+                return
+            yield answer
 
     async def aclose(self) -> None:
         """Close the stream and what carries it."""

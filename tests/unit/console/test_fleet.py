@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtop.agents.act import Answer, Command
 from kvtop.agents.model import Delta, Snapshot
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
@@ -39,6 +40,9 @@ class Script:
             if isinstance(message, ConnectError):
                 raise message
             yield message
+
+    def act(self, command: Command) -> AsyncIterator[Answer]:
+        raise NotImplementedError
 
     async def aclose(self) -> None:
         self.closed = True

@@ -1,13 +1,14 @@
 """What the screens say, tested as text: no terminal is needed."""
 
 from collections.abc import Iterable
+from typing import get_args
 
-from kvtop.agents.model import Gap
+from kvtop.agents.model import Gap, InstanceState
 from kvtop.console.fleet.figures import fleet_figures
 from kvtop.console.fleet.state import FleetState, LinkState, NodeState
 from kvtop.console.views import fleet_columns, transfer_columns
 from kvtop.console.views.detail import detail
-from kvtop.console.views.fleet_rows import fleet_rows
+from kvtop.console.views.fleet_rows import STATE_MARKS, fleet_rows
 from kvtop.console.views.header import header, notices
 from kvtop.console.views.help import help_lines
 from kvtop.console.views.histogram import Scope, histogram
@@ -67,6 +68,20 @@ def test_a_down_instance_stays_in_place_with_since_when_and_why() -> None:
     assert "✗ down" in lines[at]
     assert "(2m04s ago): pid 7 was killed" in lines[at + 1]
     assert "decode-0" in lines[at + 2]
+
+
+def test_a_draining_instance_says_what_is_left_and_a_drained_one_that_nothing_is() -> None:
+    draining = instance("prefill-0", state="draining", state_reason="left: 2 leases, 1 writes")
+    lines = fleet_lines(FleetState([node("p01", [draining, instance("prefill-1", state="drained")])]))
+    at = lines.index(only(lines, "prefill-0"))
+    assert "◔ draining" in lines[at]
+    assert "left: 2 leases, 1 writes" in lines[at + 1]
+    assert "○ drained" in lines[at + 2]
+
+
+def test_every_state_has_a_mark_of_its_own() -> None:
+    assert STATE_MARKS.keys() == set(get_args(InstanceState))
+    assert len({mark.text for mark in STATE_MARKS.values()}) == len(STATE_MARKS)
 
 
 def test_a_lost_node_stays_in_place_with_since_when_and_why_and_its_last_known_rows() -> None:

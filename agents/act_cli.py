@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 import msgspec
@@ -37,6 +37,7 @@ from kvtop.agents.text import printable
 Act = Callable[[Command], AsyncIterator[Answer]]
 """Has an agent run a command: `AgentConnection.act`, or the same through a console's conversation."""
 
+_T = TypeVar("_T")
 _UNITS_S: Final = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -66,13 +67,13 @@ class Asked:
 
 
 def verb_commands(
-    act: Callable[..., int], options: Callable[[Callable[..., Any]], Callable[..., Any]]
+    act: Callable[..., _T], options: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> list[click.Command]:
     """Return the commands; each calls `act` with an `Asked` and what `options` adds to the command line."""
 
     def call(
         verb: str, targets: tuple[str, ...], arguments: dict[str, str | None], given: dict[str, Any]
-    ) -> int:
+    ) -> _T:
         command = Command(
             verb=verb,
             targets=list(targets),
@@ -95,7 +96,7 @@ def verb_commands(
     @_waiting("until transfers prove it: none of the old direction left, one of the new completed")
     @options
     @_common
-    def mode(target: str, mode: str, peer: str | None, **given: Any) -> int:
+    def mode(target: str, mode: str, peer: str | None, **given: Any) -> _T:
         """Set the direction that an instance's new requests take.
 
         INSTANCE and PEER are names, or engine ids. Transfers under way finish as they began.
@@ -108,7 +109,7 @@ def verb_commands(
     @click.option("--force", is_flag=True, help="Also the last serving instance of a role.")
     @options
     @_common
-    def drain(targets: tuple[str, ...], **given: Any) -> int:
+    def drain(targets: tuple[str, ...], **given: Any) -> _T:
         """Have instances start no new KV transfer.
 
         Requests that still arrive are served without one. Reversed by undrain. As a container's preStop hook:
@@ -120,7 +121,7 @@ def verb_commands(
     @click.argument("targets", nargs=-1, required=True, metavar="INSTANCE...")
     @options
     @_common
-    def undrain(targets: tuple[str, ...], **given: Any) -> int:
+    def undrain(targets: tuple[str, ...], **given: Any) -> _T:
         """Have drained or draining instances start KV transfers again."""
         return call("undrain", targets, {}, given)
 
@@ -128,7 +129,7 @@ def verb_commands(
     @click.argument("targets", nargs=-1, required=True, metavar="TRANSFER...")
     @options
     @_common
-    def cancel(targets: tuple[str, ...], **given: Any) -> int:
+    def cancel(targets: tuple[str, ...], **given: Any) -> _T:
         """End transfers, named by their ids in `transfers`.
 
         D's request computes the KV again, or fails, as vLLM's kv_load_failure_policy says. What is on the
@@ -141,7 +142,7 @@ def verb_commands(
     @click.argument("peer")
     @options
     @_common
-    def evict(target: str, peer: str, **given: Any) -> int:
+    def evict(target: str, peer: str, **given: Any) -> _T:
         """Have INSTANCE forget the NIXL state of PEER: the next request between them shakes hands afresh."""
         return call("evict", (target,), {"peer": peer}, given)
 
@@ -189,8 +190,17 @@ def _source() -> str:
 class Talk:
     """One command's conversation with the operator."""
 
-    def __init__(self, asked: Asked, program: str, *, host: str = "") -> None:
-        """Speak as `program`, about the agent on `host`."""
+    def __init__(
+        self,
+        asked: Asked,
+        program: str,
+        *,
+        host: str = "",
+        out: Callable[[str], None] = click.echo,
+        err: Callable[[str], None] = lambda text: click.echo(text, err=True),
+    ) -> None:
+        """Speak as `program`, about the agent on `host`; `out` and `err` take a line each."""
+        self._out, self._err = out, err
         self._asked, self._program, self._host = asked, program, host
         self._plan: Plan | None = None
         self._ordered = False
@@ -279,10 +289,10 @@ class Talk:
         if self._asked.json:
             value = {"schema_version": SCHEMA_VERSION, "host": self._host or None, "plan": self._plan}
             document = value | msgspec.structs.asdict(outcome)
-            click.echo(msgspec.json.encode(document))
+            self._out(msgspec.json.encode(document).decode())
         elif outcome.exit_code == DONE:
             again = " (the outcome of an earlier command under this key)" if outcome.repeated else ""
-            click.echo(printable(outcome.message) + again)
+            self._out(printable(outcome.message) + again)
         else:
             self._say(f"{outcome.state}: {outcome.message}")
         return outcome.exit_code
@@ -291,4 +301,4 @@ class Talk:
         self._write(f"{self._program}: {text}")
 
     def _write(self, text: str) -> None:
-        click.echo(printable(text), err=True)
+        self._err(printable(text))

@@ -20,6 +20,7 @@ import asyncssh
 from kvtop.agents.client import connect_unix
 from kvtop.agents.reports import Report, as_json, as_table
 from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.ssh_act import PROGRAM, VERBS, act_for_key
 from kvtop.agents.who import connect_for
 
 logger = logging.getLogger("kvtop.agent.ssh")
@@ -34,7 +35,7 @@ COMMANDS: Final = (
     "kvtop-agent transfers",
     "kvtop-agent transfers --json",
 )
-"""All that a client can run."""
+"""All that a client can run, beside the acting verbs."""
 _Reader = asyncssh.SSHReader[bytes]
 _Writer = asyncssh.SSHWriter[bytes]
 _Handler = Callable[[_Reader, _Writer], Awaitable[None]]
@@ -85,9 +86,12 @@ class _Gate(asyncssh.SSHServer):
             logger.warning("SSH client %s asked for the socket %r and was refused", self._peer, dest_path)
             return False
 
+        client = self._connection
+        assert client is not None
+
         async def forward(reader: _Reader, writer: _Writer) -> None:
             with contextlib.suppress(OSError):
-                await _bridge(path, self._connection, reader, writer)
+                await _bridge(path, client, reader, writer)
             writer.close()
 
         return forward
@@ -96,20 +100,26 @@ class _Gate(asyncssh.SSHServer):
 async def _run_command(paths: RuntimePaths, process: asyncssh.SSHServerProcess[bytes]) -> None:
     """Run one of the fixed commands for a client."""
     try:
-        wanted = " ".join(shlex.split(process.command or ""))
+        program, *words = shlex.split(process.command or "") or [""]
     except ValueError:  # an exception would end the whole connection, a console's beside it included
-        wanted = ""
-    if wanted not in COMMANDS or process.get_terminal_type() is not None:
-        offered = "; ".join(COMMANDS)
+        program, words = "", []
+    acts = program == PROGRAM and words[:1] and words[0] in VERBS
+    wanted = " ".join((program, *words))
+    if not (acts or wanted in COMMANDS) or process.get_terminal_type() is not None:
+        offered = "; ".join((*COMMANDS, f"{PROGRAM} {'|'.join(VERBS)} …"))
         process.stderr.write(f"this is no shell: it runs, without a terminal, {offered}\n".encode())
         process.exit(EXIT_REFUSED)
         return
-    _, command, *options = wanted.split()
+    command, *options = words
     path = paths.view if "--view" in options or command != "stdio" else paths.operate
     try:
+        client = process.channel.get_connection()
+        assert isinstance(client, asyncssh.SSHServerConnection)
+        if acts:
+            out, err = (_lines_to(stream) for stream in (process.stdout, process.stderr))
+            process.exit(await act_for_key(paths.operate, words, *_identity(client), out, err))
+            return
         if command == "stdio":
-            client = process.channel.get_connection()
-            assert isinstance(client, asyncssh.SSHServerConnection)
             await _bridge(path, client, process.stdin, process.stdout)
         else:
             report: Report = "status" if command == "status" else "transfers"
@@ -118,6 +128,22 @@ async def _run_command(paths: RuntimePaths, process: asyncssh.SSHServerProcess[b
     except OSError as error:
         process.stderr.write(f"the agent does not answer: {error}\n".encode())
         process.exit(EXIT_NO_CONNECTION)
+
+
+def _lines_to(stream: _Writer) -> Callable[[str], None]:
+    """Return what writes a line to a client, who may have left."""
+
+    def write(line: str) -> None:
+        with contextlib.suppress(OSError):
+            stream.write(f"{line}\n".encode())
+
+    return write
+
+
+def _identity(client: asyncssh.SSHServerConnection) -> tuple[str, str]:
+    """Return the fingerprint of the key that let a client in, and its address."""
+    host, port = client.get_extra_info("peername", ("", ""))[:2]
+    return str(client.get_key_option(_FINGERPRINT, "")), f"{host}:{port}"
 
 
 async def _report(path: Path, report: Report, *, json_wanted: bool) -> bytes:
@@ -129,12 +155,10 @@ async def _report(path: Path, report: Report, *, json_wanted: bool) -> bytes:
 
 
 async def _bridge(
-    path: Path, client: asyncssh.SSHServerConnection | None, from_client: _Reader, to_client: _Writer
+    path: Path, client: asyncssh.SSHServerConnection, from_client: _Reader, to_client: _Writer
 ) -> None:
     """Connect the client with one of the agent's sockets until either side ends."""
-    key = client.get_key_option(_FINGERPRINT, "") if client else ""
-    host, port = client.get_extra_info("peername", ("", ""))[:2] if client else ("", "")
-    reader, writer = await connect_for(path, str(key), f"{host}:{port}")
+    reader, writer = await connect_for(path, *_identity(client))
 
     async def ask() -> None:
         try:

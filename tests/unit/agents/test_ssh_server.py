@@ -103,6 +103,42 @@ async def test_a_command_is_recorded_with_the_key_that_let_its_sender_in(door: D
     assert record["uid"] == os.getuid()
 
 
+async def test_the_verbs_are_run_and_recorded_for_the_key(door: Door) -> None:
+    fingerprint = asyncssh.read_public_key(door.known.with_suffix(".pub")).get_fingerprint()
+    async with door.open(), door.enter() as ssh:
+        people = await ssh.run("kvtop-agent drain nobody --wait --timeout 60s", stdin=asyncssh.DEVNULL)
+        machine = await ssh.run("kvtop-agent cancel '1 2' --json --key once", stdin=asyncssh.DEVNULL)
+
+    assert (people.exit_status, people.stdout) == (2, "")
+    assert people.stderr == "kvtop-agent: usage: no instance is called 'nobody'; this agent knows none\n"
+    assert machine.exit_status == 2
+    assert json.loads(machine.stdout)["message"].startswith("there is no transfer '1 2' here")
+    records = [*map(json.loads, (await asyncio.to_thread(door.paths.audit.read_text)).splitlines())]
+    assert [(each["verb"], each["targets"], each["ssh_key"]) for each in records] == [
+        ("drain", ["nobody"], fingerprint),
+        ("cancel", ["1 2"], fingerprint),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("kvtop-agent drain", "Missing argument 'INSTANCE...'"),
+        ("kvtop-agent drain x --timeout soon", "'soon' is no time span"),
+        ("kvtop-agent mode x sideways", "'sideways' is not one of"),
+        ("kvtop-agent drain --help", "No such option"),
+        ("kvtop-agent drain x --runtime-dir /tmp", "No such option"),
+    ],
+)
+async def test_a_verb_that_is_used_wrongly_says_so(door: Door, command: str, said: str) -> None:
+    async with door.open(), door.enter() as ssh:
+        result = await ssh.run(command, stdin=asyncssh.DEVNULL)
+
+    assert result.exit_status == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
 async def test_who_is_not_behind_the_ssh_server_cannot_pass_for_a_key(door: Door) -> None:
     """Anybody can give a socket such an address; the agent believes its own process only."""
     posing = (
@@ -183,6 +219,9 @@ async def test_who_has_no_known_key_stays_outside(door: Door, options: dict[str,
         "kvtop-agent",
         "kvtop-agent run",
         "kvtop-agent stdio; id",
+        "kvtop-agent --runtime-dir /tmp drain x",
+        "kvtop drain x",
+        "sh -c 'kvtop-agent drain x'",
         "sh -c 'kvtop-agent status'",
         None,
     ],

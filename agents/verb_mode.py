@@ -34,7 +34,7 @@ class Switch(Errand):
         self._peer = scene.peer(self._record, command)
         self._ordered_ns = 0
         self._version = scene.ledger.version
-        self._begun = 0
+        self._begun: set[int] = set()
         self._proof: Transfer | None = None
 
     @property
@@ -116,7 +116,7 @@ class Switch(Errand):
             [f"{len(old)} transfers still {old_mode} ({listed(str(row.id) for row in old)})"] if old else []
         )
         if self._proof is None:
-            unproved = f"none of the {self._begun} that began as {self._mode} has completed"
+            unproved = f"none of the {len(self._begun)} that began as {self._mode} has completed"
             left.append(unproved if self._begun else "no traffic came to prove it")
         after = f"but after {self.command.timeout_s:g} s"
         message = f"new requests {self._mode}{self._with}, {after} {' and '.join(left)}"
@@ -145,7 +145,7 @@ class Switch(Errand):
             if engine_id not in sides or not self._is_ours(row):
                 continue
             if row.direction == self._mode and row.first_seen_ns >= self._ordered_ns:
-                self._begun += row.stage != "done"
+                self._begun.add(row.id)
                 self._proof = row if row.stage == "done" and self._proof is None else self._proof
 
     def _facts(self) -> Facts:

@@ -16,7 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtop.agents.events import Batch, EngineStats, TransferEvent
+from kvtop.agents.events import (
+    Batch,
+    EngineStats,
+    InstanceReport,
+    OrderAnswer,
+    PairReport,
+    TransferEvent,
+)
 from kvtop.agents.model import AGENT_MESSAGE
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import HEADER, MAX_INBOUND_FRAME_BYTES, WIRE_VERSION, Refusal, encode_frame
@@ -257,6 +264,21 @@ def test_no_well_formed_event_kills_the_agent(busy_paths: RuntimePaths, data: st
     events = data.draw(
         st.lists(
             st.builds(
+                InstanceReport,
+                at_ns=st.integers(-(2**63), 2**63 - 1),
+                mode=st.sampled_from(["push", "pull"]),
+                draining=st.booleans(),
+                blockers=st.dictionaries(
+                    st.sampled_from(["writes", "reads", "leases", "registrations", "quarantine"]),
+                    st.integers(-(2**63), 2**63 - 1),
+                ),
+                quarantined_since_ns=st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
+                pairs=st.lists(
+                    st.builds(PairReport, st.text(), st.just("ready"), st.integers(-(2**63), 2**63 - 1))
+                ),
+            )
+            | st.builds(OrderAnswer, st.integers(-5, 5), st.integers(0, 2**53 - 1), st.booleans(), st.text())
+            | st.builds(
                 TransferEvent,
                 at_ns=st.integers(-(2**63), 2**63 - 1),
                 side=st.sampled_from(["prefill", "decode"]),

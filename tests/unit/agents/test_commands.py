@@ -111,6 +111,17 @@ def test_a_switch_for_one_peer_leaves_the_others(node: ActingNode) -> None:
     assert node.instance("sim-prefill-0").peer_modes == {}
 
 
+def test_who_waits_for_a_switch_is_told_that_another_has_undone_it(quiet_node: ActingNode) -> None:
+    waiting = quiet_node.start("mode", "sim-prefill-0", "pull", "--wait")
+    wait_until(lambda: quiet_node.instance("sim-prefill-0").mode == "pull", "the switch", poll_s=0.05)
+
+    assert quiet_node.act("mode", "sim-prefill-0", "push").returncode == 0
+
+    _, told = waiting.communicate(timeout=30)
+    assert waiting.returncode == 1
+    assert "failed: sim-prefill-0: another command made it push meanwhile" in told
+
+
 # drain and undrain
 
 

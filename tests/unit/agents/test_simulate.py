@@ -164,6 +164,45 @@ def test_both_sides_become_one_whole_row_that_is_marked_as_simulated(
         assert ("registered" in row.times_ns) == (mode == "push")
 
 
+def test_what_is_on_the_wire_when_it_is_cancelled_stays_in_quarantine_until_it_has_ended(
+    paths: RuntimePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtop.agents.simulate.WIRE_BYTES_PER_S", (2e7, 4e7))
+    stop = threading.Event()
+    environment = {**os.environ, "KVTOP_RUNTIME_DIR": str(paths.folder)}
+    with running_agent(paths):
+        simulation = Simulation(paths, rate_per_s=5, failure_rate=0, seed=1)
+        thread = threading.Thread(target=simulation.run, args=(stop,))
+        thread.start()
+        try:
+            seen = await_snapshot(
+                paths,
+                lambda s: [row for row in s.transfers if row.stage == "on_wire"],
+                "a transfer on the wire",
+            )
+            row = [row for row in seen.transfers if row.stage == "on_wire"][-1]
+            cancelled = subprocess.run(
+                [sys.executable, "-m", "kvtop.agents.cli", "cancel", str(row.id)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=True,
+            )
+            await_snapshot(paths, lambda s: _stage_of(s.transfers, row.id) == "quarantined", "quarantine")
+            await_snapshot(paths, lambda s: _stage_of(s.transfers, row.id) == "cancelled", "its end")
+        finally:
+            stop.set()
+            thread.join(20)
+
+    assert "its blocks stay in quarantine" in cancelled.stdout
+    assert "cannot be undone: what is on the wire cannot be stopped" in cancelled.stderr
+
+
+def _stage_of(rows: list[Transfer], row_id: int) -> str:
+    return next(row.stage for row in rows if row.id == row_id)
+
+
 def test_failures_are_of_every_kind_and_each_comes_where_it_can(paths: RuntimePaths) -> None:
     def ended(rows: list[Transfer], error_class: str) -> list[Transfer]:
         return [row for row in rows if row.error_class == error_class]

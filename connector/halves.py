@@ -24,6 +24,7 @@ from kvtop.connector.upstream import (
     NixlPullConnectorScheduler,
     NixlPushConnector,
     NixlPushConnectorScheduler,
+    init_logger,
     nixl_agents_from,
     on_cpu,
     open_nixl_agent,
@@ -32,6 +33,8 @@ from kvtop.connector.upstream import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kvtop.halves")
 
 CPU_PROGRESS_DELAY_US: Final = 10_000
 """Measured: 10 ms costs an idle engine 1.8 % of a core less than 1 ms, and a transfer no time; 50 ms does."""
@@ -136,13 +139,42 @@ class PullHalf(NixlPullConnector):
         self.connector_scheduler, self.connector_worker = scheduler, worker
 
 
+class PushScheduler(NixlPushConnectorScheduler):
+    """Upstream's, with a handshake listener that no message can end."""
+
+    @staticmethod
+    def _nixl_handshake_listener(*args: Any) -> None:
+        listen_on(NixlPushConnectorScheduler._nixl_handshake_listener, *args)
+
+
+class PullScheduler(NixlPullConnectorScheduler):
+    """Upstream's, with a handshake listener that no message can end."""
+
+    @staticmethod
+    def _nixl_handshake_listener(*args: Any) -> None:
+        listen_on(NixlPullConnectorScheduler._nixl_handshake_listener, *args)
+
+
+def listen_on(listener: Any, metadata: Any, ready: Any, stop: Any, host: str, port: int) -> None:
+    """Serve handshakes until `stop` is set.
+
+    Upstream's listener ends on a message that it cannot read, or that asks for a rank that is not there
+    (a decode request with a wrong `tp_size` does that to P): then no peer could shake hands any more.
+    """
+    while not stop.is_set():
+        try:
+            listener(metadata, ready, stop, host, port)
+        except Exception as error:
+            logger.warning("a handshake on port %d could not be served: %r", port, error)
+
+
 def scheduler_halves(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
 ) -> tuple[PushHalf, PullHalf]:
     """Return both halves for the scheduler; each listens for handshakes on a port of its own."""
     engine_id = vllm_config.kv_transfer_config.engine_id
-    push = NixlPushConnectorScheduler(vllm_config, engine_id, kv_cache_config)
-    pull = NixlPullConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+    push = PushScheduler(vllm_config, engine_id, kv_cache_config)
+    pull = PullScheduler(vllm_config, engine_id, kv_cache_config)
     pull.side_channel_port = push.side_channel_port + settings.pull_port_offset
     base = (vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     return PushHalf(*base, scheduler=push), PullHalf(*base, scheduler=pull)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtop.agents.events import Direction
+from kvtop.agents.events import Direction, Side
 from kvtop.connector.config import read_settings
 from kvtop.connector.control import DRAINING_REASON, Control
 from kvtop.connector.halves import (
@@ -27,6 +27,7 @@ from kvtop.connector.halves import (
     worker_halves,
 )
 from kvtop.connector.inbound import Inbound
+from kvtop.connector.params import BadParameter, check
 from kvtop.connector.routing import Router
 from kvtop.connector.telemetry import Telemetry, telemetry_for
 from kvtop.connector.upstream import (
@@ -35,12 +36,15 @@ from kvtop.connector.upstream import (
     NixlBaseConnector,
     engine_waker,
     finished_normally,
+    init_logger,
 )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvtop.connector")
 
 
 class KvtopConnector(NixlBaseConnector):
@@ -61,6 +65,7 @@ class KvtopConnector(NixlBaseConnector):
         self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
+        self.groups = kv_cache_config.transfer_groups
         if role == KVConnectorRole.SCHEDULER:
             self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
             ranks = vllm_config.parallel_config.world_size
@@ -84,10 +89,27 @@ class KvtopConnector(NixlBaseConnector):
         self.inbound.block_pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
-        """Fix the request's direction; on D, begin its row in the ledger."""
+        """Check the request's parameters and fix its direction; on D, begin its row in the ledger."""
+        if request.kv_transfer_params is not None:
+            self._check(request)
         self._half(request).on_new_request(request)
         if _receives(request):
             self._report(request, "decode", "queued")
+
+    def _check(self, request: Request) -> None:
+        """Have a request whose parameters cannot be obeyed computed here."""
+        try:
+            check(request.kv_transfer_params, len(self.groups))
+        except BadParameter as error:
+            logger.warning("%s: %s; the request is computed locally", request.request_id, error)
+            sends = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get(
+                "do_remote_decode"
+            )
+            request.kv_transfer_params = None
+            side: Side = "prefill" if sends else "decode"
+            self.telemetry.step(
+                side, request.request_id, "failed", None, error_class="parameters", error=str(error)
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

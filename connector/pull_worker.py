@@ -11,8 +11,11 @@ from typing import Any
 from kvtop.agents.events import ErrorClass
 from kvtop.connector.nixl_agent import SharedNixlAgent
 from kvtop.connector.observed import Observed
+from kvtop.connector.params import beyond
 from kvtop.connector.telemetry import Telemetry
-from kvtop.connector.upstream import NixlPullConnectorWorker
+from kvtop.connector.upstream import NixlPullConnectorWorker, init_logger
+
+logger = init_logger("vllm.kvtop.pull_worker")
 
 
 class PullWorker(Observed, NixlPullConnectorWorker):
@@ -75,4 +78,24 @@ class PullWorker(Observed, NixlPullConnectorWorker):
             self._telemetry.step("decode", req_id, "handshaking", "pull", rank=self.tp_rank)
             read()
             return
-        self._open(req_id, read)
+        beyond_end = beyond(meta.remote.block_ids, self._blocks_of(meta.remote.engine_id))
+        if beyond_end is not None:
+            self._fail_read(req_id, f"P has no block {beyond_end}: it has fewer")
+            return
+        try:
+            self._open(req_id, read)
+        except Exception as error:
+            logger.exception("the read for %s could not be posted", req_id)
+            self._fail_read(req_id, f"the read could not be posted: {error}")
+
+    def _blocks_of(self, engine_id: str) -> int:
+        """Return how many KV blocks, in the scheduler's count, a peer has."""
+        info = self.transfer_topo.get_engine_info(engine_id)
+        return int(self.dst_num_blocks[engine_id]) // int(info.remote_physical_blocks_per_logical)
+
+    def _fail_read(self, request_id: str, reason: str) -> None:
+        """End a read through upstream's own bookkeeping; what is on the wire already is waited for."""
+        self._telemetry.step(
+            "decode", request_id, "failed", "pull", rank=self.tp_rank, error_class="parameters", error=reason
+        )
+        self._handle_failed_transfer(request_id, None, self._recv_failures)

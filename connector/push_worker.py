@@ -26,6 +26,7 @@ from kvtop.agents.events import ErrorClass
 from kvtop.connector.contained import contained
 from kvtop.connector.nixl_agent import SharedNixlAgent
 from kvtop.connector.observed import Observed
+from kvtop.connector.params import BadParameter, beyond, check_registration
 from kvtop.connector.peer_messages import (
     Drop,
     Failed,
@@ -243,9 +244,11 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         self._push_finished_blocks[request_id] = blocks
 
     def _handle_push_reg_notif(self, notif: bytes) -> None:
-        registration = decode_registration(notif)
-        if registration is None:
-            logger.warning("dropped a registration that cannot be understood (%d bytes)", len(notif))
+        try:
+            data = msgspec.msgpack.decode(notif[len(PUSH_REG_NOTIF_PREFIX) :])
+            registration = check_registration(data, len(self.kv_cache_config.transfer_groups))
+        except (BadParameter, msgspec.DecodeError, RecursionError) as error:
+            logger.warning("dropped a registration that cannot be obeyed: %s", error)
             return
         refusal = self._refusals.get(get_base_request_id(registration["request_id"]))
         if refusal is not None and not refusal.by_decode:
@@ -266,6 +269,9 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             return
         if self._awaits_handshake(push):
             return
+        if (missing := self._beyond_end(registration_data)) is not None:
+            self._end_unposted(push, "parameters", f"D registered block {missing}, which it has not")
+            return
         if not self._begin_posting(request_id):
             self._end_unposted(push, "expiry", "the lease ended before P could write")
             return
@@ -278,6 +284,13 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         else:
             if request_id not in self._sending_transfers:
                 self._fail_posting(push, "the write could not be posted")
+
+    def _beyond_end(self, registration: dict[str, Any]) -> int | None:
+        """Return a block id that D registered and does not have, None if all are D's."""
+        engine_id = registration["decode_engine_id"]
+        info = self.transfer_topo.get_engine_info(engine_id)
+        blocks = int(self.dst_num_blocks[engine_id]) // int(info.remote_physical_blocks_per_logical)
+        return beyond(registration["local_block_ids"], blocks)
 
     def _awaits_handshake(self, push: _Push) -> bool:
         """Whether D must be met first; the push goes on when it has been, or is tried again."""
@@ -767,15 +780,6 @@ def _is_text(notification: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def decode_registration(notification: bytes) -> dict[str, Any] | None:
-    """Return a registration, None where it is none that P could serve."""
-    try:
-        registration = msgspec.msgpack.decode(notification[len(PUSH_REG_NOTIF_PREFIX) :])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return registration if isinstance(registration, dict) else None
 
 
 def _drain(queue: Any) -> Any:

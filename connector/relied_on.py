@@ -50,6 +50,7 @@ RELIED_ON: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "update_connector_output": ("connector_output",),
         "on_new_request": ("request",),
         "has_pending_push_work": (),
+        "_nixl_handshake_listener": (),
         "shutdown": (),
     },
     f"{_NIXL}.connector:NixlBaseConnector": {

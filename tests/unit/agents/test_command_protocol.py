@@ -201,6 +201,16 @@ def test_a_client_that_sees_others_serve_elsewhere_needs_no_force(node: ActingNo
     assert outcome_of(ask(node, Command(verb="undrain", targets=both))).exit_code == 0
 
 
+def test_neither_a_viewer_nor_a_dry_run_takes_a_key(node: ActingNode) -> None:
+    command = Command(verb="undrain", targets=["sim-prefill-0"], key="theirs")
+    assert outcome_of(ask(node, command, door="view")).state == "refused"
+    assert outcome_of(ask(node, msgspec.structs.replace(command, dry_run=True))).state == "planned"
+
+    first, again = (outcome_of(ask(node, command)) for _ in range(2))
+
+    assert (first.state, first.repeated, again.repeated) == ("done", False, True)
+
+
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.builds(

@@ -167,7 +167,7 @@ def test_both_sides_become_one_whole_row_that_is_marked_as_simulated(
 def test_what_is_on_the_wire_when_it_is_cancelled_stays_in_quarantine_until_it_has_ended(
     paths: RuntimePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtop.agents.simulate.WIRE_BYTES_PER_S", (2e7, 4e7))
+    monkeypatch.setattr("kvtop.agents.simulated_request.WIRE_BYTES_PER_S", (2e7, 4e7))
     stop = threading.Event()
     environment = {**os.environ, "KVTOP_RUNTIME_DIR": str(paths.folder)}
     with running_agent(paths):

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final, Literal
@@ -87,15 +88,16 @@ class Commands:
     def __init__(self, scene: Scene, audit: AuditLog, agent_started_ns: int) -> None:
         """Act on `scene`, and record in `audit`."""
         self._scene, self._audit, self._agent_started_ns = scene, audit, agent_started_ns
-        self._by_key: OrderedDict[tuple[int | None, str, str], Run] = OrderedDict()
+        self._by_key: OrderedDict[tuple[Who, str], Run] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def answers(self, command: Command, who: Who) -> AsyncIterator[Answer]:
         """Run a command, or join the one that runs or ran under its key; yield its answers."""
-        memory = (who.uid, who.ssh_key, command.key)
-        known = self._by_key.get(memory) if command.key else None
+        memory = (replace(who, ssh_address=""), command.key)  # a retry may come from another port
+        remembered = 0 < len(command.key) <= MAX_NAME and not command.dry_run
+        known = self._by_key.get(memory) if remembered else None
         run = known or self._start(command, who)
-        if command.key and known is None:
+        if remembered and known is None:
             self._by_key[memory] = run
             self._forget_keys()
         if known is not None and not _same(known.command, command):
@@ -214,8 +216,8 @@ class Commands:
 
 
 def _same(one: Command, other: Command) -> bool:
-    """Whether two commands ask for the same, whoever sends them from wherever."""
-    same: dict[str, Any] = {"id": 0, "source": ""}
+    """Whether two commands ask for the same, from wherever, whatever the client has seen meanwhile."""
+    same: dict[str, Any] = {"id": 0, "source": "", "serving_elsewhere": 0, "agent_started_ns": None}
     return msgspec.structs.replace(one, **same) == msgspec.structs.replace(other, **same)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvtop.agents.orders import Order, SetDraining
+from kvtop.connector import admission
 from kvtop.connector.config import read_settings
 from kvtop.connector.telemetry import Telemetry, telemetry_for
 from kvtop.connector.upstream import StatLoggerBase
@@ -27,6 +29,16 @@ class KvtopStatLogger(StatLoggerBase):
         if transfer is not None and transfer.has_connector("KvtopConnector"):
             settings = read_settings(transfer.kv_connector_extra_config)
             self.telemetry = telemetry_for(vllm_config, settings, "api-server", engine_index)
+            self._engine = f"{transfer.engine_id}/{engine_index}"
+            self.telemetry.obey(self._obey, lambda: None)
+
+    def _obey(self, order: Order) -> None:
+        """Tell the admission middleware, which lives in this process. Runs on the reporter's thread."""
+        if isinstance(order, SetDraining):
+            admission.set_draining(self._engine, draining=order.draining)
+            refuses = "new requests get 503" if order.draining else "new requests are taken"
+            message = refuses if admission.loaded else "no admission middleware: requests are taken as before"
+            self.telemetry.answer(order.order_id, ok=True, message=message)
 
     def record(
         self,

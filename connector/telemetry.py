@@ -52,6 +52,12 @@ _ROLES: Final[Mapping[str, Role]] = {
     "kv_both": "both",
 }
 
+_ORDERS: Final[Mapping[Process, list[str]]] = {
+    "engine-core": list(ORDER_KINDS),
+    "api-server": ["set-draining"],
+    "worker": [],
+}
+
 
 def fails_open(
     method: Callable[Concatenate[Telemetry, _P], None],
@@ -286,7 +292,7 @@ def hello_of(
         tp_size=parallel.tensor_parallel_size,
         model=_model_name(vllm_config),
         clock=Clock(time.monotonic_ns(), time.time_ns()),
-        orders=list(ORDER_KINDS) if kind == "engine-core" else [],
+        orders=_ORDERS[kind],
     )
 
 

@@ -34,6 +34,9 @@ class Connector:
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What D does with a request whose KV does not come (vLLM's own default is to fail it)."""
 
+    admission: bool = False
+    """Whether the API server refuses new requests while its instance drains."""
+
     def transfer_config(self, role: Role, instance: str) -> str:
         """Return `--kv-transfer-config` for an instance of this role."""
         extra = dict(self.extra)
@@ -47,7 +50,7 @@ class Connector:
 
 def kvtop_connector(mode: str) -> Connector:
     """Return kvtop's own connector; requests go `mode`'s way ("push" or "pull")."""
-    return Connector("KvtopConnector", "kvtop.connector", {"kvtop_mode": mode})
+    return Connector("KvtopConnector", "kvtop.connector", {"kvtop_mode": mode}, admission=True)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def start_server(
     ]
     if server.role is not None and connector is not None:
         argv += ["--kv-transfer-config", connector.transfer_config(server.role, server.name)]
+        if connector.admission:
+            argv += ["--middleware", "kvtop.connector.admission.Admission"]
     return processes.start(server.name, argv, {**_environment(processes.folder, server), **(env or {})})
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvtop.agents.act import Command
-from kvtop.agents.act_cli import Asked, Talk
+from kvtop.agents.act_cli import Asked, Talk, verb_commands
 from kvtop.agents.model import Instance, Snapshot
 from kvtop.console.cli import notice
 from kvtop.console.fleet.conversation import Conversation, DialOptions
 from kvtop.console.fleet.dial import dialler
 from kvtop.console.fleet.errors import ConnectError, InputError
-from kvtop.console.fleet.targets import Target
+from kvtop.console.fleet.targets import Target, parse_targets
+from kvtop.console.options import DEFAULT_HOSTS, dial_options, host_options
 
 
 class Place(NamedTuple):
@@ -40,14 +41,19 @@ class Place(NamedTuple):
         return [each for each in found if each.state not in ("down", "stopped")] or found
 
 
-def act(asked: Asked, targets: Sequence[Target], options: DialOptions) -> int:
+def act(asked: Asked, hosts: tuple[str, ...], **connection: Any) -> int:
     """Run one command on the host where its targets are; return the exit code.
 
     Raises:
+        TargetError: an argument names no host.
         ConnectError: no host answers, or the agent went before the outcome.
         InputError: the targets are nowhere, in several places, or not on one host.
     """
-    return asyncio.run(_act(asked, targets, options))
+    return asyncio.run(_act(asked, parse_targets(hosts or DEFAULT_HOSTS), dial_options(**connection)))
+
+
+mode, drain, undrain, cancel, evict = verb_commands(act, host_options)
+"""The commands of `kvtop`."""
 
 
 async def _act(asked: Asked, targets: Sequence[Target], options: DialOptions) -> int:

@@ -15,14 +15,15 @@ from typing import Any
 import click
 
 from kvtop import __version__
-from kvtop.agents.act_cli import Asked, verb_commands
 from kvtop.console.fleet.targets import Target, parse_targets
-from kvtop.console.options import connection_options, dial_options, host_options
+from kvtop.console.options import DEFAULT_HOSTS, connection_options, dial_options
 
 CONSOLE = "console"
 """The command that plain `kvtop [HOST…]` stands for."""
-DEFAULT_HOSTS = ("local",)
-LAZY_COMMANDS = {"demo": "kvtop.console.demo.command:demo"}
+LAZY_COMMANDS = {
+    "demo": "kvtop.console.demo.command:demo",
+    **{verb: f"kvtop.console.act:{verb}" for verb in ("mode", "drain", "undrain", "cancel", "evict")},
+}
 """Commands whose modules are loaded when they are called or listed."""
 
 
@@ -143,16 +144,6 @@ def screenshot(
         screen=screen,
         after_s=after_s,
     )
-
-
-def _act(asked: Asked, hosts: tuple[str, ...], **connection: Any) -> int:
-    from kvtop.console.act import act  # noqa: PLC0415 - not needed for `--help`
-
-    return act(asked, _targets(hosts), dial_options(**connection))
-
-
-for _command in verb_commands(_act, host_options):
-    kvtop.add_command(_command)
 
 
 def _targets(hosts: tuple[str, ...]) -> tuple[Target, ...]:

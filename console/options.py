@@ -10,6 +10,8 @@ import click
 
 from kvtop.console.fleet.conversation import DialOptions
 
+DEFAULT_HOSTS = ("local",)
+"""Where nothing else is named."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 

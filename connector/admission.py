@@ -1,8 +1,8 @@
 """The admission middleware: while its instance drains, an API server takes no new generation request.
 
 Load it with vLLM's `--middleware kvtop.connector.admission.Admission`. Routers then see 503 with Retry-After
-and move on, and a readiness probe sees `GET /kvtop/ready` turn 503; requests that were accepted go on to their
-end. Draining itself is the engine's (`kvtop.connector.control`): without this middleware an instance that
+and move on, and a readiness probe sees `GET /kvtop/ready` turn 503; accepted requests go on to their end.
+Draining itself is the engine's (`kvtop.connector.control`): without this middleware an instance that
 drains still serves, only without KV transfers.
 
 It knows of draining through the stat logger, which lives in the same process and takes the agent's orders.

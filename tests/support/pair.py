@@ -45,8 +45,9 @@ DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
 CONNECTORS: Mapping[str, Connector] = {
     "stock-push": Connector("NixlPushConnector"),
     "stock-pull": Connector("NixlPullConnector"),
-    "kvtop-push": kvtop_connector("push"),
-    "kvtop-pull": kvtop_connector("pull"),
+    "kvtop-push": Connector("KvtopConnector", "kvtop.connector", {"kvtop_mode": "push"}),
+    "kvtop-pull": Connector("KvtopConnector", "kvtop.connector", {"kvtop_mode": "pull"}),
+    "kvtop-admission": kvtop_connector("push"),
     "kvtop-push-spinning": Connector(
         "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push", "kvtop_progress_delay_us": 0}
     ),

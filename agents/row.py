@@ -11,6 +11,8 @@ from kvtop.agents.model import LIVE_STAGES, Endpoint, Transfer
 ENDS: Final[tuple[Stage, ...]] = ("quarantined", "failed", "expired", "cancelled")
 """Ends other than `done`, the winner first: a transfer that failed in any way is never shown as done."""
 
+_TELLING: Final = frozenset({"registered", "matched", "handshaking", "posting", "on_wire", "done"})
+"""Steps of the transfer itself; at others a side tells a direction that it expects, and that may not come."""
 MAX_TOTAL: Final = (1 << 63) - 1
 _INITIATOR: Final[dict[Direction, Side]] = {"push": "prefill", "pull": "decode"}
 
@@ -53,6 +55,8 @@ class Row:
         self.times_ns: dict[Stage | Mark, int] = {}
         self._parties: dict[Side, _Party] = {}
         self._direction: Direction | None = None
+        self._direction_shown = False
+        """Whether a step of the transfer itself told the direction."""
         self._blocks: dict[Side, int] = {}
         self._lease_deadline_ns: int | None = None
         self._ranks_expected: int | None = None
@@ -119,7 +123,7 @@ class Row:
             known = self._parties.get(other)
             if known is None or not known.reported:
                 self._parties[other] = _Party(event.peer_engine_id, event.peer_request_id, False)
-        self._direction = event.direction or self._direction
+        self._learn_direction(event.direction, shown=event.step in _TELLING)
         if event.blocks is not None:
             self._blocks[event.side] = event.blocks
         self._lease_deadline_ns = _latest(self._lease_deadline_ns, event.lease_deadline_ns)
@@ -134,6 +138,12 @@ class Row:
         else:
             self._first(event.step, event.at_ns)
 
+    def _learn_direction(self, direction: Direction | None, *, shown: bool) -> None:
+        """Take a direction, unless a better witness has told another."""
+        if direction is None or (self._direction is not None and self._direction_shown and not shown):
+            return
+        self._direction, self._direction_shown = direction, shown or self._direction_shown
+
     def end(self, stage: Stage, at_ns: int, error_class: ErrorClass, error: str | None) -> None:
         """Learn that the transfer ended without success; of several reasons the best known one stays."""
         self._first(stage, at_ns)
@@ -147,7 +157,7 @@ class Row:
             known = self._parties.get(side)
             if known is None or not known.reported:
                 self._parties[side] = party
-        self._direction = self._direction or other._direction
+        self._learn_direction(other._direction, shown=other._direction_shown)
         self._blocks = {**other._blocks, **self._blocks}
         self._lease_deadline_ns = _latest(self._lease_deadline_ns, other._lease_deadline_ns)
         self._ranks_expected = _latest(self._ranks_expected, other._ranks_expected)

@@ -146,7 +146,8 @@ class Switch(Errand):
                 continue
             if row.direction == self._mode and row.first_seen_ns >= self._ordered_ns:
                 self._begun.add(row.id)
-                self._proof = row if row.stage == "done" and self._proof is None else self._proof
+                moved = row.stage == "done" and "skipped" not in row.times_ns
+                self._proof = row if moved and self._proof is None else self._proof
 
     def _facts(self) -> Facts:
         latest = self.scene.ledger.latest_of(self._record.newest.engine_id)

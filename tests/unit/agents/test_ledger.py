@@ -151,6 +151,25 @@ def test_a_router_that_dispatches_both_sides_at_once_gives_one_row_too() -> None
     assert only_row(ledger).stage == "done"
 
 
+@given(st.permutations(range(6)))
+def test_the_direction_is_the_one_that_was_taken_not_the_one_that_a_side_expected(order: list[int]) -> None:
+    """A registration that came while P had pinned the request to pull is served as a push all the same."""
+    events = [
+        of_p(20, "queued", direction="pull"),
+        of_d(10, "queued", direction="push", **D_KNOWS_P),
+        of_d(40, "registered", direction="push"),
+        of_p(90, "done", direction="push", **FIGURES),
+        of_p(95, "released", direction="pull"),
+        of_d(96, "received", direction="push"),
+    ]
+    ledger = Ledger()
+    for position in order:
+        ledger.apply(*events[position])
+
+    (row,) = ledger.snapshot(10)
+    assert (row.stage, row.direction) == ("done", "push")
+
+
 def test_two_requests_whose_ids_share_a_base_are_joined_when_p_matches_them() -> None:
     """Two rows begin apart, under ids that tell nothing; the match says that they are one transfer."""
     odd = TransferEvent(at_ns=5, side="decode", request_id="of-d", step="queued", direction="push")

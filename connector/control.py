@@ -60,10 +60,9 @@ class Control:
 
     def give_up(self, request_id: str, error_class: ErrorClass, reason: str) -> bool:
         """D's request must not wait any longer. Returns False where it does not wait."""
-        awaited = self._inbound.awaited.get(request_id)
-        if awaited is None:
+        if request_id not in self._inbound.awaited:
             return False
-        self._tasks.give_ups.setdefault(request_id, GiveUp(awaited.direction, error_class, reason))
+        self._tasks.give_ups.setdefault(request_id, GiveUp(error_class, reason))
         return True
 
     def decline(self, request_id: str, params: dict[str, Any], reason: str) -> None:
@@ -83,11 +82,9 @@ class Control:
         """Obey what was ordered, end what is overdue, and return what the workers are to do."""
         for order in _drain(self._orders):
             self._obey(order)
-        for request_id, awaited in self._inbound.overdue():
-            self._tasks.give_ups.setdefault(
-                request_id,
-                GiveUp(awaited.direction, "expiry", "the KV did not arrive within D's deadline"),
-            )
+        for request_id, _ in self._inbound.overdue():
+            overdue = GiveUp("expiry", "the KV did not arrive within D's deadline")
+            self._tasks.give_ups.setdefault(request_id, overdue)
         tasks, self._tasks = self._tasks, Tasks()
         return tasks
 

@@ -28,6 +28,7 @@ from kvtop.connector.upstream import (
     nixl_agents_from,
     on_cpu,
     open_nixl_agent,
+    side_channel,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ class Tasks:
 class GiveUp(NamedTuple):
     """Why D's request must not wait any longer."""
 
-    direction: Direction
     error_class: ErrorClass
     reason: str
 
@@ -202,6 +202,9 @@ def worker_halves(
     assert shared is not None, "upstream's workers no longer take their NIXL agent from where they did"
     for worker in (push_worker, pull_worker):
         worker.observe(telemetry, shared)
+    index = vllm_config.parallel_config.data_parallel_index  # as upstream's scheduler side adds it
+    push_worker.pull_port = side_channel()[1] + index + settings.pull_port_offset
+    push_worker.read_instead = pull_worker.read_instead
     base = (vllm_config, KVConnectorRole.WORKER, kv_cache_config)
     return PushHalf(*base, worker=push_worker), PullHalf(*base, worker=pull_worker)
 

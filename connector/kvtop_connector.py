@@ -280,8 +280,8 @@ class KvtopConnector(NixlBaseConnector):
     def _do(self, tasks: Tasks) -> None:
         """Do what the scheduler side wants beyond upstream's work."""
         push, pull = self.push.connector_worker, self.pull.connector_worker
-        for request_id, (direction, error_class, reason) in tasks.give_ups.items():
-            (push if direction == "push" else pull).give_up(request_id, error_class, reason)
+        for request_id, (error_class, reason) in tasks.give_ups.items():
+            push.give_up(request_id, error_class, reason) or pull.give_up(request_id, error_class, reason)
         for request_id, (error_class, reason) in tasks.cancels.items():
             push.cancel_send(request_id, error_class, reason)
         for peer, request_id, prefill_request_id, reason in tasks.unwanted:

@@ -52,13 +52,29 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     """Whether no write can come any more; else `Settled` follows."""
 
 
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """P to D: do not wait for a write, read these blocks.
+
+    The answer to a registration for blocks that are meant to be read. vllm-router learns from P's first
+    answers that P pushes, and dispatches to both at once from then on: then D can only register, whatever P's
+    mode is.
+    """
+
+    request_id: str
+    prefill_request_id: str
+    block_ids: list[list[int]]
+    """P's, in the scheduler's count, for each KV cache group."""
+    port: int
+    """Where P's pull half serves handshakes."""
+
+
 class Settled(msgspec.Struct, tag="settled", frozen=True):
     """P to D: whatever became of the transfer, from this rank of P no write can come any more."""
 
     request_id: str
 
 
-PeerMessage = Drop | Failed | Settled
+PeerMessage = Drop | Failed | Read | Settled
 _decoder = msgspec.msgpack.Decoder(PeerMessage)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -51,6 +51,11 @@ class PullWorker(Observed, NixlPullConnectorWorker):
         self._failed_recv_reqs.put(request_id)
         return True
 
+    def read_instead(self, request_id: str, meta: Any) -> None:
+        """Read for a request that the push half has waited for until now."""
+        self._recving_metadata[request_id] = meta
+        self._read_blocks_for_req(request_id, meta)
+
     def get_transfer_results(self) -> Any:
         """Return upstream's results, and settle what failed as soon as nothing can be written any more."""
         results = super().get_transfer_results()

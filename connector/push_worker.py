@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -26,12 +26,13 @@ from kvtop.agents.events import ErrorClass
 from kvtop.connector.contained import contained
 from kvtop.connector.nixl_agent import SharedNixlAgent
 from kvtop.connector.observed import Observed
-from kvtop.connector.params import BadParameter, beyond, check_registration
+from kvtop.connector.params import BadParameter, are_block_ids, beyond, check_registration
 from kvtop.connector.peer_messages import (
     Drop,
     Failed,
     Peer,
     PeerMessage,
+    Read,
     Settled,
     agent_name,
     decode,
@@ -128,8 +129,12 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         self._handshakes_failed: SimpleQueue[tuple[str, bool]] = SimpleQueue()
         self._written: SimpleQueue[tuple[set[str], set[str]]] = SimpleQueue()
         self._released: SimpleQueue[str] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[str, Failed | Settled]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[str, Failed | Read | Settled]] = SimpleQueue()
         self._probes: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self.pull_port = 0
+        """Where this engine's pull half serves handshakes."""
+        self.read_instead: Callable[[str, Any], None] = lambda _request_id, _meta: None
+        """Called on D's engine thread with a request that is to be read, and its metadata."""
         self._registered: dict[str, _Registered] = {}  # on D, by its request id
         self._unsettled: dict[str, _Unsettled] = {}
         self.reasons: dict[str, tuple[ErrorClass, str]] = {}
@@ -269,6 +274,8 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             return
         if self._awaits_handshake(push):
             return
+        if request_id in self._for_readers and self._offer(push):
+            return
         if (missing := self._beyond_end(registration_data)) is not None:
             self._end_unposted(push, "parameters", f"D registered block {missing}, which it has not")
             return
@@ -284,6 +291,19 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         else:
             if request_id not in self._sending_transfers:
                 self._fail_posting(push, "the write could not be posted")
+
+    def _offer(self, push: _Push) -> bool:
+        """Have D read what is meant to be read; return False where D is a stock peer, which is written to."""
+        peer = peer_of(push.registration)
+        with self._handshake_lock:
+            agents = list(map(agent_name, (self._remote_agents.get(peer.engine_id) or {}).values()))
+        if not all(map(is_kvtop_agent, agents)):
+            return False
+        decode_id = self._forget_push(push)
+        self._push_finished_blocks[push.request_id] = push.blocks  # held until it is read, or dropped
+        block_ids = [list(group) for group in self._as_grouped_block_ids(push.blocks)]
+        self._tell(push.registration, Read(decode_id, push.request_id, block_ids, self.pull_port))
+        return True
 
     def _beyond_end(self, registration: dict[str, Any]) -> int | None:
         """Return a block id that D registered and does not have, None if all are D's."""
@@ -316,14 +336,14 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             "prefill",
             push.request_id,
             "matched",
-            "push",
+            "pull" if push.request_id in self._for_readers else "push",
             rank=self.tp_rank,
             peer_request_id=push.registration.get("request_id"),
             peer_engine_id=peer_engine_id,
             ranks_expected=self.world_size,
         )
         if peer_engine_id not in self._remote_agents:
-            self._telemetry.step("prefill", push.request_id, "handshaking", "push", rank=self.tp_rank)
+            self._telemetry.step("prefill", push.request_id, "handshaking", None, rank=self.tp_rank)
 
     def _xfer_blocks_for_req(self, req_id: str, meta: Any) -> None:
         self._open(req_id, lambda: super(PushWorker, self)._xfer_blocks_for_req(req_id, meta))
@@ -558,7 +578,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             agents = set(map(agent_name, (self._remote_agents.get(peer.engine_id) or {}).values()))
         self._registered[req_id] = _Registered(peer, peer_of(reg_data), agents)
         super()._do_send_reg_notif(req_id, reg_data)
-        self._telemetry.step("decode", req_id, "registered", "push", rank=self.tp_rank)
+        self._telemetry.step("decode", req_id, "registered", None, rank=self.tp_rank)
 
     # --- After the forward pass, on the engine's thread ----------------------------------------------------
 
@@ -673,6 +693,9 @@ class PushWorker(Observed, NixlPushConnectorWorker):
     def _hear_answers(self) -> None:
         """Take what P said about D's requests."""
         for agent, answer in _drain(self._answers):
+            if isinstance(answer, Read):
+                self._read(answer)
+                continue
             registered = self._registered.get(answer.request_id)
             if isinstance(answer, Failed):
                 self.give_up(answer.request_id, answer.error_class, f"P: {answer.reason}")
@@ -680,6 +703,22 @@ class PushWorker(Observed, NixlPushConnectorWorker):
                 if registered is not None:
                     registered.agents.discard(agent)
                 self._settle(answer.request_id, agent)
+
+    def _read(self, offer: Read) -> None:
+        """Go over to reading what D has registered for; of several ranks' offers the first will do."""
+        registered = self._registered.get(offer.request_id)
+        meta = self._recving_metadata.get(offer.request_id)
+        if registered is None or meta is None or offer.request_id in self._recving_transfers:
+            return
+        if not are_block_ids(offer.block_ids, len(self.kv_cache_config.transfer_groups)):
+            self.give_up(offer.request_id, "parameters", "P offered blocks that D cannot read")
+            return
+        del self._registered[offer.request_id], self._recving_metadata[offer.request_id]
+        meta.awaiting_kvs = True
+        meta.remote.block_ids = offer.block_ids
+        meta.remote.request_id = offer.prefill_request_id
+        meta.remote.port = offer.port
+        self.read_instead(offer.request_id, meta)
 
     def _late_write(self, request_id: str) -> None:
         """Take note of a write for a request that D has given up: so a stock peer settles."""
@@ -744,7 +783,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             case Drop():
                 self._drops.put(message)
                 self._push_writer_wake.set()
-            case Failed() | Settled():
+            case Failed() | Read() | Settled():
                 self._answers.put((agent, message))
             case None:
                 logger.warning("dropped a message of a kvtop peer that cannot be understood")

@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from typing import Any, Final
 
+import zmq
+
 from kvtop.agents.events import Direction, ErrorClass, PairReport, Side
 from kvtop.connector.nixl_agent import HalfAgent, SharedNixlAgent
 from kvtop.connector.telemetry import Telemetry
@@ -196,8 +198,13 @@ class Observed:
         return engine_id in waiting
 
 
+def timed_out(error: BaseException | None) -> bool:
+    """Whether a handshake failed for want of an answer: zmq calls that `Again`."""
+    return isinstance(error, zmq.Again)
+
+
 def handshake_reason(error: BaseException | None) -> str:
     """Say why a handshake failed, for people."""
-    if type(error).__name__ == "Again":  # zmq's name for a receive that timed out
+    if timed_out(error):
         return "handshake timed out: the peer hangs, or its handshake port is blocked"
     return f"handshake failed: {error}"

@@ -25,7 +25,7 @@ import msgspec
 from kvtop.agents.events import ErrorClass
 from kvtop.connector.contained import contained
 from kvtop.connector.nixl_agent import SharedNixlAgent
-from kvtop.connector.observed import Observed
+from kvtop.connector.observed import Observed, timed_out
 from kvtop.connector.params import BadParameter, are_block_ids, beyond, check_registration
 from kvtop.connector.peer_messages import (
     Drop,
@@ -126,7 +126,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         self._started: SimpleQueue[str] = SimpleQueue()
         self._drops: SimpleQueue[Drop] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[Peer, PeerMessage | bytes]] = SimpleQueue()
-        self._handshakes_failed: SimpleQueue[tuple[str, bool]] = SimpleQueue()
+        self._handshakes_failed: SimpleQueue[tuple[str, BaseException]] = SimpleQueue()
         self._written: SimpleQueue[tuple[set[str], set[str]]] = SimpleQueue()
         self._released: SimpleQueue[str] = SimpleQueue()
         self._answers: SimpleQueue[tuple[str, Failed | Read | Settled]] = SimpleQueue()
@@ -210,8 +210,8 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         for request_id, registration in _drain(self._reg_send_inbox):
             self._send_registration_to_p(request_id, registration)
         self._refuse_what_ended()
-        for request_id, retry in _drain(self._handshakes_failed):
-            self._after_failed_handshake(request_id, retry=retry)
+        for request_id, error in _drain(self._handshakes_failed):
+            self._after_failed_handshake(request_id, error)
         for request_id, blocks, registration in _drain(self._deferred_push_inbox):
             self._do_start_push_kv(request_id, blocks, registration)
         for request_id, blocks in _drain(self._finished_blocks_inbox):
@@ -323,8 +323,7 @@ class PushWorker(Observed, NixlPushConnectorWorker):
             if error is None:
                 self._deferred_push_inbox.put((push.request_id, push.blocks, push.registration))
             else:
-                self._log_failure(failure_type="push_handshake_failed", req_id=push.request_id, error=error)
-                self._handshakes_failed.put((push.request_id, type(error).__name__ == "Again"))
+                self._handshakes_failed.put((push.request_id, error))
             self._push_writer_wake.set()
 
         pending.add_done_callback(when_known)
@@ -504,15 +503,16 @@ class PushWorker(Observed, NixlPushConnectorWorker):
         self._push_finished_blocks.pop(request_id, None)
         self._released.put(request_id)
 
-    def _after_failed_handshake(self, request_id: str, *, retry: bool) -> None:
+    def _after_failed_handshake(self, request_id: str, error: BaseException) -> None:
         """Try again while the blocks are held: D cannot be told without a handshake."""
         push = next((p for p in self._pushes.values() if p.request_id == request_id), None)
         if push is None:
             return
         push.attempts += 1
-        if retry and push.attempts < HANDSHAKE_ATTEMPTS:
+        if timed_out(error) and push.attempts < HANDSHAKE_ATTEMPTS:
             self._do_start_push_kv(push.request_id, push.blocks, push.registration)
         else:
+            self._log_failure(failure_type="push_handshake_failed", req_id=request_id, error=error)
             self._forget_push(push)
 
     def _forget_push(self, push: _Push) -> str:

@@ -36,6 +36,8 @@ class Connector:
 
     admission: bool = False
     """Whether the API server refuses new requests while its instance drains."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the server that it runs in."""
 
     def transfer_config(self, role: Role, instance: str) -> str:
         """Return `--kv-transfer-config` for an instance of this role."""
@@ -89,6 +91,7 @@ def start_server(
     ]
     if server.role is not None and connector is not None:
         argv += ["--kv-transfer-config", connector.transfer_config(server.role, server.name)]
+        argv += connector.arguments
         if connector.admission:
             argv += ["--middleware", "kvtop.connector.admission.Admission"]
     return processes.start(server.name, argv, {**_environment(processes.folder, server), **(env or {})})

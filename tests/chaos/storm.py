@@ -204,6 +204,6 @@ async def act(pair: RunningPair, command: Command) -> Outcome:
 def idle(pair: RunningPair) -> bool:
     """Whether nothing runs, and no KV block is in use or in quarantine."""
     return all(
-        not each.kv_usage and not each.quarantined_blocks and not each.running and not each.waiting
+        not (each.kv_usage or each.quarantined_blocks or each.blockers or each.running or each.waiting)
         for each in pair.instances().values()
     )

@@ -38,6 +38,8 @@ REQUEST_TIMEOUT_S = 60.0
 DEADLINE_S = 4.0
 LEASE_S = 6
 """Of the "impatient" pair: how long D waits for KV, and how long P holds it."""
+SHORT_LEASE_S = 3
+"""Of the "relayed" pair."""
 DAMAGE_FILE = "damage"
 DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
 """The variable that tells `tests.support.corrupting`, which runs inside the engine, of that file."""
@@ -55,6 +57,12 @@ CONNECTORS: Mapping[str, Connector] = {
         "KvtopConnector",
         "kvtop.connector",
         {"kvtop_mode": "push", "kvtop_deadline_s": DEADLINE_S, "kv_lease_duration": LEASE_S},
+    ),
+    "kvtop-relayed": Connector(
+        "RelayedConnector",
+        "tests.support.relayed",
+        {"kvtop_mode": "push", "kvtop_deadline_s": 15.0, "kv_lease_duration": SHORT_LEASE_S},
+        arguments=("--max-num-seqs", "1"),
     ),
     "corrupting": Connector("CorruptingConnector", "tests.support.corrupting", {"kvtop_mode": "push"}),
 }

@@ -169,7 +169,9 @@ class KvtopConnector(NixlBaseConnector):
             self.control.held[request_id] = direction
             if direction == "pull":
                 self.control.hold_for_reader(request_id)
+                scheduler = self.push.connector_scheduler
                 answer["transfer_mode"] = "pull"
+                answer["remote_blocks_expiry_time"] = scheduler._reqs_need_send[request_id]
                 answer["remote_port"] = self.pull.connector_scheduler.side_channel_port
             self._report(
                 request,

@@ -104,6 +104,7 @@ class Storm:
             operator.join()
         for instance in self._pair.instances().values():
             self._act(Command(verb="undrain", targets=[instance.engine_id]))
+            self._act(Command(verb="mode", targets=[instance.engine_id], arguments={"mode": "push"}))
         rows = self._pair.snapshot().transfers
         self.summary.transfers.update(f"{row.direction} {row.stage}" for row in rows)
         self.summary.took_s = time.monotonic() - started

@@ -54,6 +54,21 @@ def test_a_lease_that_ended_first_is_told_at_once(
     wait_until(lambda: _says(_last(pair, "failed"), "lease ended"), "the ledger to say why")
 
 
+def test_blocks_whose_lease_has_ended_are_not_read(
+    pair: RunningPair, aggregated: Server, prompt: Prompt
+) -> None:
+    """They may be others' by then: what D would read is not its prompt's KV."""
+    held = prefill(pair.pair.prefill, prompt, transfer_mode="pull")
+    assert held.params["transfer_mode"] == "pull"
+    wait_until(lambda: _last(pair, "expired"), "P's lease to end", timeout_s=LEASE_S + 10)
+    before = pair.nixl_counters()
+
+    assert decode(pair.pair.decode, held) == complete(aggregated.url, prompt)
+
+    assert pair.nixl_counters().since(before).transfers == 0
+    wait_until(lambda: _says(_last(pair, "failed"), "lease had ended"), "the ledger to say why")
+
+
 def test_a_prefill_that_hangs_costs_the_deadline_and_heals(
     pair: RunningPair, aggregated: Server, prompt: Prompt
 ) -> None:

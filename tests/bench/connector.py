@@ -58,12 +58,10 @@ def _compare(processes: Processes, connector: str, what: str) -> Iterator[Ratio 
                 return
 
 
-class Contender:
-    """A pair that rests but while it answers, and goes on when it is no longer measured."""
+class Resting:
+    """A pair that takes no processor but when it is woken, and goes on when it is no longer measured."""
 
     def __init__(self, pair: RunningPair) -> None:
-        self._url = pair.url
-        self._prompts = prompts()
         ports = {str(server.port) for server in pair.pair.servers}
         servers = [each for each in psutil.process_iter() if ports & set(command_of(each))]
         self._processes = [
@@ -85,15 +83,24 @@ class Contender:
         """Go on."""
         self._signal(signal.SIGCONT)
 
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+
+class Contender(Resting):
+    """A pair that is measured through its router."""
+
+    def __init__(self, pair: RunningPair) -> None:
+        super().__init__(pair)
+        self._url = pair.url
+        self._prompts = prompts()
+
     def answer(self, in_flight: int) -> None:
         """Answer the next prompts, all at once, with one token each."""
         self.wake()
         complete_all(self._url, list(itertools.islice(self._prompts, in_flight)), in_flight=in_flight)
         self.rest()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            process.send_signal(number)
 
 
 def command_of(process: psutil.Process) -> list[str]:

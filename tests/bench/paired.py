@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -36,10 +36,14 @@ class Ratio:
 def ratio(what: str, ours: Callable[[], object], theirs: Callable[[], object], *, pairs: int = 50) -> Ratio:
     """Time `pairs` pairs, swapping who goes first, after one round of both that does not count."""
     _seconds(ours), _seconds(theirs)
-    times = list(_pairs(ours, theirs, pairs))
+    return quartiles(what, list(_pairs(ours, theirs, pairs)))
+
+
+def quartiles(what: str, times: Sequence[tuple[float, float]]) -> Ratio:
+    """Return what pairs of times, in seconds, say of ours and theirs."""
     low, median, high = statistics.quantiles((a / b for a, b in times), n=4, method="inclusive")
     ours_ms, theirs_ms = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-    return Ratio(what, pairs, ours_ms, theirs_ms, median, low, high)
+    return Ratio(what, len(times), ours_ms, theirs_ms, median, low, high)
 
 
 def _pairs(

@@ -332,10 +332,11 @@ class KvtopConnector(NixlBaseConnector):
         if wire == self._told and not (push.settled or pull.settled or push.pairs or pull.pairs):
             return None
         self._told = wire
-        report = WorkerReport(push.settled + pull.settled, *wire, {**pull.pairs, **push.pairs})
-        for worker in (push, pull):
-            worker.settled, worker.pairs = Counter(), {}
-        return report
+        settled = push.settled + pull.settled
+        push.settled, pull.settled = Counter(), Counter()
+        # A handshake thread may add news: it goes into the new table, and is told after the next step.
+        (of_push, push.pairs), (of_pull, pull.pairs) = (push.pairs, {}), (pull.pairs, {})
+        return WorkerReport(settled, *wire, {**of_pull, **of_push})
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of D that either half failed to fill."""

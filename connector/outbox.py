@@ -35,6 +35,12 @@ class Outbox(Observed, NixlPushConnectorWorker):
         self._shared = shared
         self._outbox: SimpleQueue[tuple[Peer, PeerMessage]] = SimpleQueue()
 
+    def shutdown(self) -> None:
+        """End as upstream does, and with it the threads that both halves share."""
+        super().shutdown()
+        if hasattr(self, "_shared"):  # else construction failed
+            self._shared.close()
+
     def agents_of(self, engine_id: str) -> list[str]:
         """Return the names of a peer's NIXL agents, one a rank, as far as this rank has met them."""
         with self._handshake_lock:

@@ -75,6 +75,11 @@ class Resting:
     def __exit__(self, *_: object) -> None:
         self.wake()
 
+    def cpu_s(self) -> float:
+        """Return the processor time that the servers have taken so far, in seconds."""
+        times = [process.cpu_times() for process in self._processes]
+        return sum(each.user + each.system for each in times)
+
     def rest(self) -> None:
         """Take no processor."""
         self._signal(signal.SIGSTOP)

@@ -44,6 +44,7 @@ def measure() -> Iterator[Ratio]:
         title = f"KvtopConnector push / {what}, {IN_FLIGHT} in flight"
         yield quartiles(f"D's median latency, {title}", [(a.latency_s, b.latency_s) for a, b in rounds])
         yield quartiles(f"time of {REQUESTS} requests, {title}", [(a.took_s, b.took_s) for a, b in rounds])
+        yield quartiles(f"processor time of both servers, {title}", [(a.cpu_s, b.cpu_s) for a, b in rounds])
 
 
 class Round:
@@ -51,6 +52,7 @@ class Round:
 
     def __init__(self, latency_s: float, took_s: float) -> None:
         self.latency_s, self.took_s = latency_s, took_s
+        self.cpu_s = 0.0
 
 
 class Clients:
@@ -85,7 +87,9 @@ def _rounds(ours: tuple[Resting, Clients], theirs: tuple[Resting, Clients]) -> I
         for each in order:
             resting, clients = each
             resting.wake()
+            before_s = resting.cpu_s()
             taken[id(each)] = clients.ask()
+            taken[id(each)].cpu_s = resting.cpu_s() - before_s
             resting.rest()
         if number >= 0:
             yield taken[id(ours)], taken[id(theirs)]

@@ -58,6 +58,12 @@ CONNECTORS: Mapping[str, Connector] = {
         "kvtop.connector",
         {"kvtop_mode": "push", "kvtop_deadline_s": DEADLINE_S, "kv_lease_duration": LEASE_S},
     ),
+    "kvtop-failing": Connector(
+        "KvtopConnector",
+        "kvtop.connector",
+        {"kvtop_mode": "push", "kv_lease_duration": LEASE_S},
+        load_failure_policy="fail",
+    ),
     "kvtop-relayed": Connector(
         "RelayedConnector",
         "tests.support.relayed",

@@ -2,8 +2,8 @@
 
 Read in vLLM 0.32 and 0.33: `push_scheduler.update_state_after_alloc` and `NixlConnectorMetadata` index the
 remote fields without asking whether they are there; `pull_worker` takes `remote_block_ids` for one list per
-KV cache group of this engine, and turns each id into an address; a key that begins with an underscore is
-upstream's own note to itself, and must not come from a client.
+KV cache group of this engine, and turns each id into an address; `NOTES` are what it writes into a request's
+parameters for itself, and must not come from a client.
 
 Whatever is wrong makes that one request compute locally.
 """
@@ -25,6 +25,7 @@ MAX_BLOCKS: Final = 1 << 20
 MAX_BLOCK_ID: Final = (1 << 31) - 1
 """Upstream computes addresses from 32-bit ids."""
 MAX_TOKENS: Final = 1 << 40
+NOTES: Final = frozenset({"_p_side_truncated", "_remote_blocks_processed"})
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _PEER: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 
@@ -72,9 +73,8 @@ def check(params: Mapping[str, Any], groups: int) -> None:
 
 
 def _check_notes(params: Mapping[Any, Any]) -> None:
-    for field in params:
-        if not isinstance(field, str) or field.startswith("_"):
-            raise BadParameter(shown(field), "absent: such keys are the engine's own", params[field])
+    for field in NOTES & params.keys():
+        raise BadParameter(field, "absent: it is the engine's own", params[field])
 
 
 def _check_fields(params: Mapping[str, Any], groups: int) -> None:

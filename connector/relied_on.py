@@ -128,6 +128,7 @@ RELIED_ON_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     f"{_NIXL}.base_scheduler": (
         "_reqs_need_recv",
+        "_truncate_request_for_prefill",
         "_reqs_not_processed",
         "side_channel_port",
         "side_channel_host",

@@ -60,7 +60,7 @@ JSON = st.recursive(
         {**DECODE, "remote_block_ids": []},
         {**DECODE, "remote_host": "::1"},
         {**DECODE, "remote_host": "prefill-0.pods.svc.cluster.local"},
-        {**DECODE, "a_router_knows_more": {"than": ["we", "do"]}},
+        {**DECODE, "a_router_knows_more": {"than": ["we", "do"]}, "_so_does": "this one"},
         {},
     ],
 )

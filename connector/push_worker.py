@@ -118,7 +118,7 @@ class PushWorker(Writing, Awaiting):
     def _free_released(self, finished_sending: set[str]) -> None:
         """Have what the writer has let go of freed, each once."""
         for request_id in drain(self._released):
-            if request_id in self._held and request_id not in finished_sending:
+            if request_id in self._reqs_to_send or request_id in self._reqs_to_process:
                 self._reqs_to_send.pop(request_id, None)
                 self._reqs_to_process.discard(request_id)
                 finished_sending.add(request_id)

@@ -146,6 +146,8 @@ class Writing(Outbox):
         self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]
     ) -> None:
         decode_id = registration_data["request_id"]
+        if decode_id in self._finished:
+            return  # ended, and D told so, while its handshake was under way
         push = self._pushes.get(decode_id)
         if push is None:
             push = self._pushes[decode_id] = Push(request_id, local_block_ids, registration_data)
@@ -350,8 +352,12 @@ class Writing(Outbox):
         return match[0] if match else None
 
     def _release(self, request_id: str) -> None:
-        """Have the engine's thread free P's blocks of this request."""
+        """Let go of P's blocks of this request: from here on nothing is posted, and the engine frees them."""
         self._push_finished_blocks.pop(request_id, None)
+        with self._guard:
+            if request_id not in self._held:
+                return
+            self._held.discard(request_id)
         self._released.put(request_id)
 
     def _after_failed_handshake(self, request_id: str, error: BaseException) -> None:

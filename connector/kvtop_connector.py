@@ -99,7 +99,7 @@ class KvtopConnector(NixlBaseConnector):
     def _check(self, request: Request) -> None:
         """Have a request whose parameters cannot be obeyed computed here."""
         try:
-            check(request.kv_transfer_params, len(self.groups))
+            request.kv_transfer_params = check(request.kv_transfer_params, len(self.groups), self.engine_id)
         except BadParameter as error:
             logger.warning("%s: %s; the request is computed locally", request.request_id, error)
             sends = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get(

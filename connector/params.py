@@ -7,7 +7,7 @@ Read in vLLM 0.32 and 0.33, on the scheduler's and the workers' side:
 - heartbeats are joined and encoded from request ids, and `pp_size > 1`, `pp_size * ranks` and (0.33)
   `generation < remote_registration_generation` are calculated on the engine's thread: a null there ends it;
 - `pull_worker` takes one list of block ids per KV cache group and turns each id into an address;
-- a key that begins with an underscore is upstream's own note to itself.
+- `NOTES` are what it writes into a request's parameters for itself.
 
 Whatever is wrong makes that one request compute locally. What cannot be seen here, whether a peer has the
 blocks that are named, is seen after the handshake: `beyond`.
@@ -33,15 +33,29 @@ MAX_BLOCKS: Final = 1 << 20
 MAX_BLOCK_ID: Final = (1 << 31) - 1
 """Upstream computes addresses from 32-bit ids."""
 MAX_COUNT: Final = 1 << 40
+NOTES: Final = frozenset({"_p_side_truncated", "_remote_blocks_processed"})
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _PEER: Final = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")
 _NEVER_NULL: Final = ("tp_size", "dcp_size", "pp_size", "remote_registration_generation")
 """Upstream has a default for where these are absent, and calculates with a null where it is given one."""
 
-_short = reprlib.Repr()
-_short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict, _short.maxstring = 2, 4, 4, 3, 40
-
 Good = Callable[[object], bool]
+
+
+class _Short(reprlib.Repr):
+    """A repr whose cost does not grow with the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxstring = 2, 4, 4, 40
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        """Return how many fields a map has: reprlib would sort them all."""
+        del level
+        return f"{{{len(value)} fields}}"
+
+
+_short = _Short()
 
 
 class BadParameter(ValueError):
@@ -82,7 +96,10 @@ def check(params: object, groups: int, engine_id: str = "") -> dict[str, Any]:
     """
     if not isinstance(params, dict):
         raise BadParameter("", "a map", params)
-    _check_names(params)
+    if len(params) > MAX_FIELDS:
+        raise BadParameter("", f"a map of at most {MAX_FIELDS} fields", params)
+    for field in NOTES & params.keys():
+        raise BadParameter(field, "absent: it is the engine's own", params[field])
     _check_fields(params, groups)
     receives, sends = bool(params.get("do_remote_prefill")), bool(params.get("do_remote_decode"))
     if receives and sends:
@@ -90,14 +107,6 @@ def check(params: object, groups: int, engine_id: str = "") -> dict[str, Any]:
     if receives:
         _check_peer(params, engine_id)
     return {field: value for field, value in params.items() if value is not None or field not in _NEVER_NULL}
-
-
-def _check_names(params: Mapping[Any, Any]) -> None:
-    if len(params) > MAX_FIELDS:
-        raise BadParameter("", f"at most {MAX_FIELDS} fields", f"{len(params)} fields")
-    for field in params:
-        if not isinstance(field, str) or field.startswith("_"):
-            raise BadParameter(shown(field), "absent: such keys are the engine's own", params[field])
 
 
 def _check_peer(params: Mapping[str, Any], engine_id: str) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
+import timeit
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtop.connector.params import BadParameter, are_block_ids, beyond, check, check_registration, shown
+from kvtop.connector.params import (
+    MAX_BLOCKS,
+    BadParameter,
+    are_block_ids,
+    beyond,
+    check,
+    check_registration,
+    shown,
+)
 
 DECODE: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -64,8 +75,42 @@ JSON = st.recursive(
         {},
     ],
 )
-def test_what_routers_and_peers_send_passes(params: dict[str, Any]) -> None:
-    check(params, groups=1)
+def test_what_routers_and_peers_send_passes_unchanged(params: dict[str, Any]) -> None:
+    assert check(params, groups=1, engine_id="another") == {**params}
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
+def test_a_null_that_upstream_would_calculate_with_is_as_good_as_absent(field: str) -> None:
+    """`{"pp_size": null}` multiplies None by the number of ranks, on the engine's thread."""
+    assert check({**DECODE, field: None}, groups=1) == {k: v for k, v in DECODE.items() if k != field}
+
+
+@pytest.mark.parametrize("value", [0, 1, "", "text", [], [["do_remote_prefill", True]], True, 1.5])
+def test_parameters_that_are_no_map_are_refused(value: object) -> None:
+    """`{"vllm_xargs": {"kv_transfer_params": 0}}` brings them past the API server."""
+    with pytest.raises(BadParameter, match=r"^kv_transfer_params must be a map"):
+        check(value, groups=1)
+
+
+def test_an_engine_is_no_peer_of_its_own() -> None:
+    with pytest.raises(BadParameter, match="remote_engine_id"):
+        check(DECODE, groups=1, engine_id=DECODE["remote_engine_id"])
+
+
+def test_a_map_of_any_size_is_refused_at_once() -> None:
+    huge = {str(number): number for number in range(1_000_000)}
+    started = time.perf_counter()
+    for params in (huge, {**DECODE, "remote_host": huge}, {**DECODE, "remote_block_ids": [huge]}):
+        with pytest.raises(BadParameter) as refused:
+            check(params, groups=1)
+        assert len(str(refused.value)) < 250
+    assert time.perf_counter() - started < 0.1
+
+
+def test_the_block_ids_of_a_long_prompt_are_checked_in_less_than_a_millisecond() -> None:
+    params = {**DECODE, "remote_block_ids": [list(range(8192))]}  # 128k tokens in blocks of 16
+    took = min(timeit.repeat(lambda: check(params, groups=1), number=1, repeat=20))
+    assert took < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -105,6 +150,11 @@ def test_what_routers_and_peers_send_passes(params: dict[str, Any]) -> None:
         ("pp_size", -3),
         ("dcp_size", 10**9),
         ("remote_num_tokens", "many"),
+        ("remote_registration_generation", "1"),
+        ("remote_host", "fe80::1%\n"),
+        ("remote_block_ids", [[0] * (MAX_BLOCKS + 1)]),
+        ("transfer_mode", "teleport"),
+        ("transfer_mode", ["push"]),
         ("remote_blocks_expiry_time", float("nan")),
         ("_p_side_truncated", True),
         ("_remote_blocks_processed", True),
@@ -117,15 +167,36 @@ def test_what_cannot_be_obeyed_is_refused_by_name(field: str, value: object) -> 
     assert len(str(refused.value)) < 250, "a message must not carry a megabyte"
 
 
-@given(st.dictionaries(st.sampled_from([*DECODE, "other"]), JSON))
-def test_no_value_at_all_raises_anything_else(params: dict[str, Any]) -> None:
+@given(JSON | st.dictionaries(st.sampled_from([*DECODE, "other"]), JSON))
+def test_no_value_at_all_raises_anything_else(params: object) -> None:
     with contextlib.suppress(BadParameter):
-        check(params, groups=1)
-        assert not params.get("do_remote_prefill") or _can_be_obeyed(params)
+        checked = check(params, groups=1)
+        assert not checked.get("do_remote_prefill") or _can_be_obeyed(checked)
+
+
+@given(st.sampled_from(sorted(DECODE)), JSON)
+def test_good_parameters_with_any_field_replaced_can_be_obeyed_or_are_refused(
+    field: str, value: object
+) -> None:
+    with contextlib.suppress(BadParameter):
+        checked = check({**DECODE, field: value}, groups=1)
+        assert not checked.get("do_remote_prefill") or _can_be_obeyed(checked)
 
 
 def _can_be_obeyed(params: dict[str, Any]) -> bool:
-    return 1 <= params["remote_port"] <= 65_535 and are_block_ids(params.get("remote_block_ids") or [], 1)
+    """Do with parameters what upstream does, on threads that nothing may end."""
+    block_ids: list[list[int]] = params.get("remote_block_ids") or []
+    for group in block_ids:
+        np.asarray(group, dtype=np.int32)
+    f"HB:{','.join({params['remote_request_id']})}".encode()
+    hash(params["remote_engine_id"])
+    return bool(
+        1 <= params["remote_port"] <= 65_535
+        and are_block_ids(block_ids, 1)
+        and params.get("pp_size", 1) * params["tp_size"] * params.get("dcp_size", 1) >= 1
+        and params.get("remote_registration_generation", 0) >= 0
+        and (params.get("remote_blocks_expiry_time") or 0) - 1.0 < 1e18
+    )
 
 
 @given(JSON)
@@ -142,6 +213,20 @@ def test_a_registration_with_any_field_replaced_is_served_or_refused(field: str,
     with contextlib.suppress(BadParameter):
         checked = check_registration({**REGISTRATION, field: value}, groups=1)
         assert checked[field] == value
+
+
+@pytest.mark.parametrize("block_ids", [None, 7, "12", [[1], [2]], [1, "2"], [1, [2]], [[-1]], [True], {}])
+def test_a_registration_without_usable_blocks_is_refused(block_ids: object) -> None:
+    with pytest.raises(BadParameter, match=r"^registration\.local_block_ids"):
+        check_registration({**REGISTRATION, "local_block_ids": block_ids}, groups=1)
+
+
+def test_a_registration_may_leave_out_the_list_around_its_only_group() -> None:
+    flat = {**REGISTRATION, "local_block_ids": [4, 5]}
+    assert check_registration(flat, groups=1) == flat
+    assert beyond(flat["local_block_ids"], 5) == 5
+    with pytest.raises(BadParameter):
+        check_registration(flat, groups=2)
 
 
 def test_a_registration_as_upstream_sends_it_passes() -> None:

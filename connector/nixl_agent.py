@@ -11,6 +11,7 @@ the executor that both halves use for their handshakes.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -91,10 +92,10 @@ class SharedNixlAgent:
         """Return the halves that a notification is for.
 
         Registrations are push's, heartbeats renew leases that either half may hold, and a completion
-        belongs to the half that tracks its request. One that nobody tracks goes to push, whose worker
-        counts and logs it.
+        belongs to the half that tracks its request. One that nobody tracks, or that cannot be read, goes to
+        push, whose worker counts and logs it.
         """
-        if message.startswith(PUSH_REG_NOTIF_PREFIX):
+        if message.startswith(PUSH_REG_NOTIF_PREFIX) or not is_completion(message):
             return ("push",)
         if message.startswith(HEARTBEAT_PREFIX):
             return ("push", "pull")
@@ -233,3 +234,29 @@ class HalfAgent:
         """Release a transfer's handle, and tell who observes. Raises what NIXL raises: then it is kept."""
         self._shared.agent.release_xfer_handle(handle)
         self.on_released(handle)
+
+
+def is_completion(notification: bytes, ranks: int = 1) -> bool:
+    """Whether upstream can read a notification: a heartbeat, or `request_id:tp_size`.
+
+    Upstream's engine ends on any other, and on sizes that do not go into each other.
+
+    Args:
+        notification: as NIXL delivered it.
+        ranks: this engine's tensor parallel size.
+
+    >>> is_completion(b"HB:a,b"), is_completion(b"cmpl-1:2"), is_completion(b"cmpl-1"), is_completion(b"a:0")
+    (True, True, False, False)
+    >>> is_completion(b"cmpl-1:4", ranks=2), is_completion(b"cmpl-1:3", ranks=2)
+    (True, False)
+    """
+    try:
+        text = notification.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    if text.startswith(HEARTBEAT_PREFIX.decode()):
+        return True
+    request_id, _, size = text.rpartition(":")
+    if not request_id or not re.fullmatch(r"[1-9][0-9]{0,4}", size):
+        return False
+    return max(int(size), ranks) % min(int(size), ranks) == 0

@@ -13,6 +13,7 @@ from typing import Any, Final
 import zmq
 
 from kvtop.agents.events import Direction, ErrorClass, PairReport, Side
+from kvtop.connector.handshakes import ShakingHands
 from kvtop.connector.nixl_agent import HalfAgent, SharedNixlAgent
 from kvtop.connector.telemetry import Telemetry
 
@@ -27,7 +28,7 @@ WIRE_FAILURES: Final = ("transfer_setup_failed", "transfer_failed", "transfer_ex
 """Upstream's failure types of the initiator's own NIXL transfers."""
 
 
-class Observed:
+class Observed(ShakingHands):
     """Reports every transfer's life, and remembers peers."""
 
     direction: Direction
@@ -53,8 +54,7 @@ class Observed:
         agent.on_made = self._handle_made
         agent.on_measured = self._handle_measured
         agent.on_released = self._handle_released
-        worker._handshake_initiation_executor.shutdown(wait=False)
-        worker._handshake_initiation_executor = shared.handshakes
+        self.shake_hands_on(shared.handshakes)
 
     def _handle_made(self, handle: Any) -> None:
         if self._opening is not None:

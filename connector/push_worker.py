@@ -12,7 +12,6 @@ blocks under its lock.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from kvtop.agents.events import ErrorClass
 from kvtop.connector.awaiting import Awaiting
 from kvtop.connector.contained import contained
-from kvtop.connector.nixl_agent import SharedNixlAgent
+from kvtop.connector.nixl_agent import SharedNixlAgent, is_completion
 from kvtop.connector.outbox import drain
 from kvtop.connector.peer_messages import Drop, Failed, Peer, Read, Settled, decode
 from kvtop.connector.telemetry import Telemetry
@@ -152,7 +151,7 @@ class PushWorker(Writing, Awaiting):
         """Keep from upstream what would confuse it: reads of blocks that are not held, and late writes."""
         for notification in list(drain(self._pending_completion_notifs)):
             request_id = notification.rpartition(b":")[0].decode("utf-8", "replace")
-            if not is_completion(notification):
+            if not is_completion(notification, self.world_size):
                 logger.warning("dropped a notification that is none of ours (%d bytes)", len(notification))
             elif request_id in self._unsettled:
                 self._late_write(request_id)
@@ -184,20 +183,3 @@ class PushWorker(Writing, Awaiting):
                 self._answers.put((agent, message))
             case None:
                 logger.warning("dropped a message of a kvtop peer that cannot be understood")
-
-
-def is_completion(notification: bytes) -> bool:
-    """Whether a notification is one that upstream can read: a heartbeat, or `request_id:tp_size`.
-
-    >>> is_completion(b"HB:a,b"), is_completion(b"cmpl-1:2"), is_completion(b"cmpl-1"), is_completion(b"a:0")
-    (True, True, False, False)
-    """
-    return bool(re.fullmatch(rb"HB:.*|.+:[1-9]\d{0,4}", notification, re.DOTALL)) and _is_text(notification)
-
-
-def _is_text(notification: bytes) -> bool:
-    try:
-        notification.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

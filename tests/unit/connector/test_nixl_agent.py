@@ -70,16 +70,20 @@ def test_each_notification_reaches_the_half_that_it_is_for(
         b"waiting-for-a-push:1",
         b"with:colons:held-for-a-pull:1",
         b"\xff\xfe no text at all",
+        b"HB:\xff",
+        b"held-for-a-pull:many",
     ):
         peer.send_notif(name, notif_msg=message)
 
     inbox = Inbox(*halves)
-    wait_until(lambda: inbox.holds(7), "all notifications to arrive")
+    wait_until(lambda: inbox.holds(9), "all notifications to arrive")
 
     assert sorted(inbox.seen["pull"]) == [b"HB:one,two", b"held-for-a-pull:1"]
     assert sorted(inbox.seen["push"]) == [
         b"HB:one,two",
+        b"HB:\xff",
         b"PUSH_REG:\x81\xa1a\x01",
+        b"held-for-a-pull:many",
         b"waiting-for-a-push:1",
         b"with:colons:held-for-a-pull:1",
         b"\xff\xfe no text at all",

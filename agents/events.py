@@ -57,7 +57,7 @@ Blocker = Literal["writes", "reads", "leases", "registrations", "quarantine"]
 """What keeps an instance from being drained.
 
 writes and reads: on the wire. leases: finished blocks held for a peer. registrations: requests on D whose KV
-has not come. quarantine: transfers that were ended while their write could not be stopped.
+has not come and is not being read. quarantine: transfers that ended while their write could not be stopped.
 """
 
 PairState = Literal["handshaking", "ready", "failed", "evicted"]

@@ -86,8 +86,15 @@ class Row:
     @property
     def error_class(self) -> ErrorClass | None:
         """Why the transfer ended without success, None if it did not."""
-        known = self._errors.get(self.stage)
+        known = self._reason()
         return known[1] if known else None
+
+    def _reason(self) -> tuple[int, ErrorClass, str | None] | None:
+        """Return when and why the transfer ended: what a quarantine follows from has the reason."""
+        known = self._errors.get(self.stage)
+        if self.stage == "quarantined" and (known is None or known[1] == "other"):
+            return next((self._errors[stage] for stage in ENDS[1:] if stage in self._errors), known)
+        return known
 
     def engines(self) -> tuple[str, ...]:
         """Return the engine ids of both sides, as far as known."""
@@ -193,7 +200,7 @@ class Row:
 
     def freeze(self, name_of: Callable[[str], str]) -> Transfer:
         """Return the row as a value for consoles."""
-        error = self._errors.get(self.stage)
+        error = self._reason()
         ranks = self._ranks.values()
         return Transfer(
             id=self.id,

@@ -118,7 +118,7 @@ class Control:
             "writes": writes,
             "reads": reads,
             "leases": max(0, len(self.held) - writes),
-            "registrations": self._inbound.count("push"),
+            "registrations": max(0, len(self._inbound.awaited) - reads),
             "quarantine": len(self._inbound.quarantine),
         }
         return {blocker: count for blocker, count in counts.items() if count}
@@ -152,6 +152,12 @@ class Control:
                 if waited
                 else "this request waits for no KV: it has arrived, or the request has ended",
             )
+            return
+        if self.held.get(order.request_id) == "pull":
+            reading = (
+                "D may be reading these blocks, which P cannot stop: cancel it on D, or let the lease end"
+            )
+            self._telemetry.answer(order.order_id, ok=False, message=reading)
             return
         held = order.request_id in self.held
         if held:

@@ -115,7 +115,3 @@ class Inbound:
     def quarantined_since_ns(self) -> int | None:
         """Since when the oldest of them are, None where there are none."""
         return min((each.since_ns for each in self.quarantine.values()), default=None)
-
-    def count(self, direction: Direction) -> int:
-        """How many requests wait for KV in this direction."""
-        return sum(each.direction == direction for each in self.awaited.values())

@@ -33,6 +33,7 @@ AT_ONCE_S = 2.0
 def test_with_recompute_the_answer_is_right_all_the_same(pair: RunningPair, aggregated: Server) -> None:
     prompt = make_prompt(90_000, random.Random(90_000))
     expected = complete(aggregated.url, prompt)
+    complete(pair.url, make_prompt(89_000, random.Random(89_000)))  # both have met
     held = prefill(pair.pair.prefill, prompt)
 
     with _waiting_for_p(pair, held) as asked, _cancelled(pair, held):
@@ -45,6 +46,7 @@ def test_with_recompute_the_answer_is_right_all_the_same(pair: RunningPair, aggr
 
 @pytest.mark.parametrize("pair", ["kvtop-failing"], indirect=True)
 def test_with_fail_the_client_gets_an_error_at_once(pair: RunningPair, aggregated: Server) -> None:
+    complete(pair.url, make_prompt(89_001, random.Random(89_001)))  # both have met
     held = prefill(pair.pair.prefill, make_prompt(90_001, random.Random(90_001)))
 
     with (
@@ -61,7 +63,7 @@ def test_with_fail_the_client_gets_an_error_at_once(pair: RunningPair, aggregate
 
 @contextmanager
 def _waiting_for_p(pair: RunningPair, held: Handed) -> Iterator[Future[Completion]]:
-    """Have D wait for a P that is stopped, until the end of the block."""
+    """Have D wait for a P that it has met and that is stopped, until the end of the block."""
     engines = [psutil.Process(pid) for pid in pair.instances()["prefill"].pids]
     for engine in engines:
         engine.send_signal(signal.SIGSTOP)

@@ -153,10 +153,11 @@ def test_a_lease_is_renewed_for_as_long_as_d_cannot_allocate(
     prompt = make_prompt(4, random.Random(4))
     expected = complete(aggregated.url, prompt)
     busy = Handed(Prompt("occupied", 4000))
+    before = _tokens_made(relayed.decode)
 
     with ThreadPoolExecutor(2) as background:
         occupied = background.submit(decode_and_leave, relayed.decode, busy, after_s=3.5 * SHORT_LEASE_S)
-        wait_until(lambda: _requests_running(relayed.decode), "D to be occupied")
+        wait_until(lambda: _tokens_made(relayed.decode) > before + 20, "D to be occupied")
         held = prefill(relayed.prefill, prompt)
         answer = decode(relayed.decode, held)
         occupied.result()
@@ -171,8 +172,8 @@ def _reasons(relayed: RelayedPair) -> list[str]:
     return [each.reason for each in relayed.running.instances()["prefill"].pairs]
 
 
-def _requests_running(server: Server) -> float:
+def _tokens_made(server: Server) -> float:
     """Ask vLLM itself: its stat logger is silent for a connector of another name."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     samples = [sample for family in families for sample in family.samples]
-    return sum(float(sample.value) for sample in samples if sample.name == "vllm:num_requests_running")
+    return sum(float(sample.value) for sample in samples if sample.name == "vllm:generation_tokens_total")

@@ -357,3 +357,17 @@ def test_a_delta_holds_what_changed_and_nothing_else() -> None:
     ledger.apply(*PUSH_P[1])
 
     assert [(row.id, row.stage) for row in ledger.changes(version)[0]] == [(1, "matched")]
+
+
+def test_a_quarantine_shows_what_it_follows_from_and_gives_way_to_it_once_settled() -> None:
+    ended = [
+        of_d(30, "allocated", direction="push", **D_KNOWS_P),
+        of_d(50, "failed", error_class="expiry", error="the KV did not arrive"),
+        of_d(51, "quarantined"),
+    ]
+
+    row = only_row(ledger_of(ended))
+    assert (row.stage, row.error_class, row.error) == ("quarantined", "expiry", "the KV did not arrive")
+
+    row = only_row(ledger_of([*ended, of_d(90, "settled")]))
+    assert (row.stage, row.error_class, row.error) == ("failed", "expiry", "the KV did not arrive")

@@ -94,11 +94,3 @@ def test_each_request_is_overdue_once_a_deadline_and_never_after_it_arrived() ->
     assert [request_id for request_id, _ in waiting.overdue()] == ["later"]
     clock.now += 2
     assert [request_id for request_id, _ in waiting.overdue()] == ["slow"]
-
-
-def test_it_counts_what_it_waits_for_by_direction() -> None:
-    waiting, _, _ = inbound()
-    waiting.expect("a", "push", [])
-    waiting.expect("b", "pull", [])
-    waiting.expect("c", "push", [])
-    assert (waiting.count("push"), waiting.count("pull")) == (2, 1)

@@ -33,6 +33,8 @@ def test_nothing_is_wrong_stuck_or_lost_in_a_storm(pair: RunningPair, aggregated
     assert (summary.wrong, summary.stuck) == ([], []), summary
     assert not summary.failed, summary
     assert summary.right + summary.left == REQUESTS
-    for verb in ("mode", "drain", "undrain", "cancel", "evict"):
+    for verb in ("mode", "drain", "undrain"):
         assert summary.actions[f"{verb} done"], f"no {verb} took effect: {summary}"
+    for verb in ("cancel", "evict"):  # what they fall on may have ended, or be in use
+        assert any(name.startswith(verb) for name in summary.actions), f"no {verb} was tried: {summary}"
     wait_until(lambda: idle(pair), "both engines' KV use to be what it was", timeout_s=60)

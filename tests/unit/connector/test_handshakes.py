@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -78,11 +78,24 @@ def test_a_listener_between_two_lives_is_waited_for() -> None:
             asked.result()
 
 
+def _ask_on(greeters: Greeters, port: int, timeout_s: float = 0.5) -> Future[None]:
+    return greeters.submit(("127.0.0.1", port), ask, "127.0.0.1", port, [(0, 0)], timeout_s)
+
+
+def test_who_has_answered_before_never_waits_for_strangers(engine: int, silent: int) -> None:
+    greeters = Greeters(threads=1)
+    greeters.known.add(("127.0.0.1", engine))
+    strangers = [_ask_on(greeters, silent) for _ in range(5)]
+    _ask_on(greeters, engine).result()
+    assert not strangers[0].done()
+    greeters.shutdown()
+
+
 def test_peers_that_hang_do_not_hold_up_a_first_meeting(engine: int, silent: int) -> None:
     greeters = Greeters()
-    hanging = [greeters.submit(ask, "127.0.0.1", silent, [(0, 0)], 1.0) for _ in range(20)]
+    hanging = [_ask_on(greeters, silent, 1.0) for _ in range(20)]
     started = time.monotonic()
-    greeters.submit(ask, "127.0.0.1", engine, [(0, 0)]).result()
+    _ask_on(greeters, engine).result()
     took = time.monotonic() - started
     assert not any(each.done() for each in hanging), "they were to be waited for still"
     assert took < 1.0
@@ -93,7 +106,7 @@ def test_peers_that_hang_do_not_hold_up_a_first_meeting(engine: int, silent: int
 def test_what_finds_no_thread_in_time_fails_instead_of_waiting_behind_all_others(silent: int) -> None:
     greeters = Greeters(threads=2, patience_s=0.2)
     started = time.monotonic()
-    hanging = [greeters.submit(ask, "127.0.0.1", silent, [(0, 0)], 0.5) for _ in range(50)]
+    hanging = [_ask_on(greeters, silent) for _ in range(50)]
     failures = [type(each.exception()) for each in hanging]
     assert failures == [zmq.Again] * 2 + [TimeoutError] * 48
     assert time.monotonic() - started < 2.0
@@ -102,26 +115,33 @@ def test_what_finds_no_thread_in_time_fails_instead_of_waiting_behind_all_others
 
 def test_what_has_not_begun_never_does_once_the_engine_ends(silent: int) -> None:
     greeters = Greeters(threads=1)
-    under_way, waiting = (greeters.submit(ask, "127.0.0.1", silent, [(0, 0)], 0.5) for _ in range(2))
+    under_way, waiting = (_ask_on(greeters, silent) for _ in range(2))
     wait_until(under_way.running, "the first to begin")
     greeters.shutdown(wait=False)
     assert waiting.cancelled()
 
 
 class Upstream:
-    """What upstream's worker notes in a handshake, and how that fails: the second rank does not exist."""
+    """What upstream's worker notes in a handshake, and how that fails: the peer has one rank."""
 
     engine_id = "own"
 
     def __init__(self) -> None:
         self.released: list[int] = []
+        self.failures: list[BaseException] = []
+        self.met_on: list[str] = []
         self._remote_agents: dict[str, Any] = {}
-        self._handshake_initiation_executor = ThreadPoolExecutor(1)
+        self._handshake_futures: dict[str, Any] = {}
+        self._handshake_lock = threading.RLock()
+        self._handshake_initiation_executor: Any = ThreadPoolExecutor(1)
+        self._engine_clock_offset: dict[str, float] = {}
+        self._engine_last_active: dict[str, float] = {}
         self.transfer_topo = SimpleNamespace(
             handshake_target_ranks=lambda tp_size, _dcp_size: range(tp_size),
             unregister_remote_engine=lambda engine_id: self.sizes.pop(engine_id, None),
         )
         self.nixl_wrapper = SimpleNamespace(release_dlist_handle=self.released.append)
+        self.xfer_stats = SimpleNamespace(record_failed_handshake=lambda: None)
         self.sizes: dict[str, int] = {"own": 1}
         self.dst_xfer_side_handles: dict[str, dict[int, int]] = {}
         self.dst_num_blocks: dict[str, int] = {"own": 100}
@@ -129,13 +149,25 @@ class Upstream:
         for name in f"{tables} dst_uses_region_group_mapping dst_region_mem_types tp_mappings".split():
             setattr(self, name, {"own": 1})
 
-    def _nixl_handshake(self, host: str, port: int, tp_size: int, engine_id: str, *_: Any) -> str:
+    def _evict_stale_engines(self) -> None:
+        pass
+
+    def _track_remote_engine_replacement(self, engine_id: str, host: str, port: int) -> None:
+        pass
+
+    def _log_failure(self, *, error: BaseException, **_: Any) -> None:
+        self.failures.append(error)
+
+    def _nixl_handshake(
+        self, host: str, port: int, tp_size: int, engine_id: str, *_: Any
+    ) -> tuple[dict[Any, Any], float]:
         self.sizes.setdefault(engine_id, tp_size)
         self.dst_num_blocks[engine_id] = 7
         self.dst_xfer_side_handles[engine_id] = {0: 70}
         if tp_size > 1:
-            raise zmq.Again
-        return threading.current_thread().name
+            raise ValueError("block lengths differ")
+        self.met_on.append(threading.current_thread().name)
+        return {(0, 0): engine_id}, 0.5
 
 
 class Worker(ShakingHands, Upstream):
@@ -151,18 +183,47 @@ def worker() -> Iterator[Worker]:
         worker._handshake_initiation_executor.shutdown()
 
 
-def _shake(worker: Worker, *arguments: Any) -> Any:
-    return worker._handshake_initiation_executor.submit(worker._nixl_handshake, *arguments).result()
+@pytest.fixture
+def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtop.connector.handshakes.ask", lambda *_: None)
+
+
+def _shake(
+    worker: Worker, engine_id: str, host: str, port: int, tp_size: int, dcp_size: int = 1, pp_size: int = 1
+) -> None:
+    future = worker._ensure_handshake(engine_id, host, port, tp_size, dcp_size, pp_size)
+    assert future is not None
+    future.result()
 
 
 def test_peers_are_met_on_the_one_thread_that_nixl_is_told_of_them(worker: Worker, engine: int) -> None:
-    assert _shake(worker, "127.0.0.1", engine, 1, "peer").startswith("nixl")
+    _shake(worker, "peer", "127.0.0.1", engine, 1)
+    assert worker._remote_agents == {"peer": {(0, 0): "peer"}}
+    assert worker._engine_clock_offset == {"peer": 0.5}
+    assert [name.startswith("nixl") for name in worker.met_on] == [True]
+    assert worker._ensure_handshake("peer", "127.0.0.1", engine, 1) is None
 
 
 def test_who_does_not_answer_is_not_met_at_all(worker: Worker) -> None:
     with pytest.raises(ConnectionRefusedError):
-        _shake(worker, "127.0.0.1", _free_port(), 1, "peer")
+        _shake(worker, "peer", "127.0.0.1", _free_port(), 1)
     assert worker.sizes == {"own": 1}
+    assert [type(error) for error in worker.failures] == [ConnectionRefusedError]
+
+
+def test_who_is_told_wrongly_of_a_peer_holds_up_nobody_who_is_told_rightly(
+    worker: Worker, engine: int, silent: int
+) -> None:
+    """Upstream has one handshake under way for an engine id, whatever it was told about that engine."""
+    wrongly = worker._ensure_handshake("peer", "127.0.0.1", silent, 1)
+    assert wrongly is not None
+    again = worker._ensure_handshake("peer", "127.0.0.1", silent, 1, notif_agents_only=True)
+    assert again is wrongly, "the same is asked once, by whomever: heartbeats and registrations both ask"
+
+    _shake(worker, "peer", "127.0.0.1", engine, 1)
+
+    assert not wrongly.done()
+    assert not worker._handshake_futures, "a question keeps no peer from being forgotten"
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**12])
@@ -170,33 +231,28 @@ def test_a_peer_of_an_impossible_size_is_not_even_asked(worker: Worker, size: in
     """Upstream would make a list of that many ranks."""
     for sizes in ((size, 1, 1), (1, size, 1), (1, 1, size)):
         with pytest.raises(ValueError, match="no peer has these"):
-            worker._nixl_handshake("127.0.0.1", 1, sizes[0], "peer", *sizes[1:])
+            _shake(worker, "peer", "127.0.0.1", 1, *sizes)
 
 
-def test_a_handshake_that_fails_half_way_leaves_nothing_behind(
-    worker: Worker, engine: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("all_answer")
+def test_a_handshake_that_fails_half_way_leaves_nothing_behind(worker: Worker) -> None:
     """Upstream would keep the size that the request named, and use it when the peer is met again."""
-    monkeypatch.setattr("kvtop.connector.handshakes.ask", lambda *_: None)
-    with pytest.raises(zmq.Again):
-        _shake(worker, "127.0.0.1", engine, 2, "peer")
+    with pytest.raises(ValueError, match="block lengths"):
+        _shake(worker, "peer", "127.0.0.1", 1, 2)
     assert worker.sizes == {"own": 1}
     assert worker.dst_num_blocks == {"own": 100}
     assert worker.released == [70]
+    assert not worker._handshake_futures
 
-    _shake(worker, "127.0.0.1", engine, 1, "peer")
+    _shake(worker, "peer", "127.0.0.1", 1, 1)
     assert worker.sizes["peer"] == 1
 
 
-def test_what_is_known_of_the_engine_itself_and_of_ready_peers_is_kept(
-    worker: Worker, engine: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtop.connector.handshakes.ask", lambda *_: None)
-    worker._remote_agents["ready"] = {}
-    for engine_id in ("own", "ready"):
-        with pytest.raises(zmq.Again):
-            _shake(worker, "127.0.0.1", engine, 2, engine_id)
-        assert engine_id in worker.dst_num_blocks
+@pytest.mark.usefixtures("all_answer")
+def test_what_the_engine_knows_of_itself_is_kept(worker: Worker) -> None:
+    with pytest.raises(ValueError, match="block lengths"):
+        _shake(worker, "own", "127.0.0.1", 1, 2)
+    assert "own" in worker.dst_num_blocks
 
 
 def test_a_question_is_what_upstream_asks(silent: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvtop.agents.model import Transfer
 from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.servers import Server
+from tests.chaos.storm import idle
 from tests.support.pair import RunningPair, complete_all
 from tests.support.waiting import wait_until
 
@@ -24,6 +25,7 @@ def prompts(count: int, seed: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("pair", ["kvtop-push", "kvtop-pull"], indirect=True)
 def test_outputs_are_right_and_the_ledger_agrees_with_vllm(pair: RunningPair, aggregated: Server) -> None:
+    wait_until(lambda: idle(pair), "what earlier tests left to end", timeout_s=60)
     mode = pair.instances()["prefill"].mode
     counted = pair.nixl_counters()
     known = {row.id for row in pair.snapshot().transfers}

@@ -7,6 +7,7 @@ thread in its next step; an idle engine is woken for it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,9 +29,15 @@ class Control:
     """Mode, draining, deadlines, quarantine, and the orders that change them."""
 
     def __init__(
-        self, router: Router, inbound: Inbound, telemetry: Telemetry, wake: Callable[[], None]
+        self,
+        router: Router,
+        inbound: Inbound,
+        telemetry: Telemetry,
+        wake: Callable[[], None],
+        *,
+        ranks: int,
     ) -> None:
-        """Serve one instance; `wake` makes an idle engine step."""
+        """Serve one instance of so many ranks; `wake` makes an idle engine step."""
         self.draining = False
         self.held: dict[str, Direction] = {}
         """P's requests whose blocks are held for D, and in which direction they are expected to go."""
@@ -39,6 +46,9 @@ class Control:
         self._orders: SimpleQueue[Order] = SimpleQueue()
         self._pairs: dict[str, PairReport] = {}
         self._wire = (0, 0)
+        self._ranks = ranks
+        self._evicting: dict[int, Counter[bool]] = {}
+        """How many ranks have forgotten the peer of an eviction, and how many could not, by its order id."""
         self._last: InstanceReport | None = None
         telemetry.obey(self._orders.put, wake)
         self.report()
@@ -47,8 +57,8 @@ class Control:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must step although no request is scheduled."""
-        return not self._orders.empty() or bool(self._tasks) or bool(self._inbound.quarantine)
+        """Whether there is something that only a step of the engine does."""
+        return not self._orders.empty() or bool(self._tasks)
 
     def refuse(self, request_id: str, error_class: ErrorClass, reason: str) -> None:
         """P has no KV to give for a request: D is to be told."""
@@ -95,6 +105,22 @@ class Control:
                 self._telemetry.step("decode", request_id, "settled", None)
             self._wire = (workers.writes, workers.reads)
             self._pairs.update(workers.pairs)
+            self._hear_evictions(workers)
+
+    def _hear_evictions(self, workers: WorkerReport) -> None:
+        """Answer those that all ranks have tried."""
+        for forgotten, ranks in ((True, workers.evicted), (False, workers.not_evicted)):
+            for order_id, count in ranks.items():
+                self._evicting.setdefault(order_id, Counter())[forgotten] += count
+        for order_id in [each for each, tried in self._evicting.items() if tried.total() >= self._ranks]:
+            busy = self._evicting.pop(order_id)[False]
+            self._telemetry.answer(
+                order_id,
+                ok=not busy,
+                message="transfers with it, or a handshake, are under way: cancel them or try again"
+                if busy
+                else "forgotten: the next request handshakes afresh",
+            )
 
     def report(self) -> None:
         """Tell the agent what holds, where it changed."""

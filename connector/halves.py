@@ -24,6 +24,7 @@ from kvtop.connector.upstream import (
     NixlPullConnectorScheduler,
     NixlPushConnector,
     NixlPushConnectorScheduler,
+    affinity_kept,
     init_logger,
     nixl_agents_from,
     on_cpu,
@@ -106,12 +107,16 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What the workers tell the scheduler side after a step."""
 
     settled: Counter[str] = field(default_factory=Counter)
-    """D's failed requests, and from how many ranks' view nothing can be written for them any more."""
+    """D's requests, and from how many ranks' view nothing can be written for them any more."""
     writes: int = 0
     reads: int = 0
     """Requests with writes or reads on the wire, on the busiest rank."""
     pairs: dict[str, PairReport] = field(default_factory=dict)
     """Peers of which there is news, by engine id."""
+    evicted: Counter[int] = field(default_factory=Counter)
+    """How many ranks have forgotten the peer of an eviction, by its order id."""
+    not_evicted: Counter[int] = field(default_factory=Counter)
+    """How many ranks could not: they use it."""
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Return this rank's and another's report as one."""
@@ -120,6 +125,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
             max(self.writes, other.writes),
             max(self.reads, other.reads),
             {**self.pairs, **other.pairs},
+            self.evicted + other.evicted,
+            self.not_evicted + other.not_evicted,
         )
 
 
@@ -195,7 +202,7 @@ def worker_halves(
         return shared.half(opening)
 
     args = (vllm_config, vllm_config.kv_transfer_config.engine_id, kv_cache_config)
-    with nixl_agents_from(agent_of):
+    with nixl_agents_from(agent_of), affinity_kept():
         push_worker = PushWorker(*args)
         opening = "pull"
         pull_worker = PullWorker(*args)

@@ -73,8 +73,9 @@ class Inbound:
             yield request_id, each
 
     def arrived(self, request_id: str) -> None:
-        """Take note that the KV is there."""
+        """Take note that the KV is there, on all ranks."""
         self.awaited.pop(request_id, None)
+        self._settled.pop(request_id, None)
 
     def failed(self, request_id: str) -> bool:
         """Keep a failed request's blocks from reuse; call it before vLLM frees them.

@@ -27,14 +27,15 @@ from kvtop.connector.halves import (
     worker_halves,
 )
 from kvtop.connector.inbound import Inbound
+from kvtop.connector.pacing import Pacer
 from kvtop.connector.params import BadParameter, check
 from kvtop.connector.routing import Router
 from kvtop.connector.telemetry import Telemetry, telemetry_for
 from kvtop.connector.upstream import (
+    EngineCoreLoop,
     KVConnectorRole,
     KVConnectorTransferResults,
     NixlBaseConnector,
-    engine_waker,
     finished_normally,
     init_logger,
 )
@@ -70,10 +71,13 @@ class KvtopConnector(NixlBaseConnector):
             self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
             ranks = vllm_config.parallel_config.world_size
             self.inbound = Inbound(deadline_s=self.settings.deadline_s, ranks=ranks)
-            self.control = Control(self.router, self.inbound, self.telemetry, engine_waker())
+            loop = EngineCoreLoop()
+            self.control = Control(self.router, self.inbound, self.telemetry, loop.wake, ranks=ranks)
+            self.pacer = Pacer(loop)
         else:
             self.push, self.pull = worker_halves(vllm_config, kv_cache_config, self.settings, self.telemetry)
             self._told = (0, 0)
+            self._evictions: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         self.halves: Mapping[Direction, Any] = {"push": self.push, "pull": self.pull}
 
     # Scheduler side: requests go to their half, steps to both.
@@ -217,6 +221,7 @@ class KvtopConnector(NixlBaseConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> BothMetadata:
         """Collect both halves' work for this engine step, and what kvtop adds."""
+        self.pacer.stepped()
         tasks = self.control.next_tasks()
         return BothMetadata(
             self.push.build_connector_meta(scheduler_output),
@@ -241,8 +246,11 @@ class KvtopConnector(NixlBaseConnector):
         self.control.report()
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must keep stepping although no request is scheduled."""
-        return self.control.has_work or any(half.has_pending_push_work() for half in self.halves.values())
+        """Whether the engine must step now although no request is scheduled."""
+        if self.control.has_work or self.push.connector_scheduler._push_pending_registrations:
+            return True
+        holds = self.inbound.quarantine or any(half.has_pending_push_work() for half in self.halves.values())
+        return bool(holds) and self.pacer.due()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BothHandshakes]) -> None:
         """Serve each half's handshakes on its own port.
@@ -290,10 +298,7 @@ class KvtopConnector(NixlBaseConnector):
             push.send_drop(peer, request_id, prefill_request_id, reason)
         for order_id, engine_id in tasks.evictions.items():
             left = [worker for worker in (push, pull) if not worker.evict(engine_id)]
-            if push.tp_rank == 0:
-                done = "forgotten: the next request handshakes afresh"
-                busy = "transfers with it, or a handshake, are under way: cancel them or try again"
-                self.telemetry.answer(order_id, ok=not left, message=busy if left else done)
+            self._evictions[not left][order_id] += 1
 
     def clear_connector_metadata(self) -> None:
         """Let this step's work go."""
@@ -319,24 +324,29 @@ class KvtopConnector(NixlBaseConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return what both halves finished since the last step."""
         push, pull = (half.get_transfer_results(finished_req_ids) for half in self.halves.values())
-        return KVConnectorTransferResults(
+        results = KVConnectorTransferResults(
             finished_sending=push.finished_sending | pull.finished_sending,
             finished_recving=push.finished_recving | pull.finished_recving,
             failed_recving=push.failed_recving | pull.failed_recving,
         )
+        if self._vllm_config.parallel_config.world_size > 1:  # it may fail yet on another rank
+            self.push.connector_worker.settled.update(results.finished_recving - results.failed_recving)
+        return results
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return what the scheduler side must know, or None where there is no news."""
         push, pull = self.push.connector_worker, self.pull.connector_worker
         wire = (push.writes, pull.reads)
-        if wire == self._told and not (push.settled or pull.settled or push.pairs or pull.pairs):
+        news = (push.settled, pull.settled, push.pairs, pull.pairs, *self._evictions.values())
+        if wire == self._told and not any(news):
             return None
         self._told = wire
         settled = push.settled + pull.settled
         push.settled, pull.settled = Counter(), Counter()
         # A handshake thread may add news: it goes into the new table, and is told after the next step.
         (of_push, push.pairs), (of_pull, pull.pairs) = (push.pairs, {}), (pull.pairs, {})
-        return WorkerReport(settled, *wire, {**of_pull, **of_push})
+        evictions, self._evictions = self._evictions, {True: Counter(), False: Counter()}
+        return WorkerReport(settled, *wire, {**of_pull, **of_push}, evictions[True], evictions[False])
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of D that either half failed to fill."""

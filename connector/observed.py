@@ -44,7 +44,8 @@ class Observed(ShakingHands):
         self._opening: str | None = None
         self._opened = False
         self.settled: Counter[str] = Counter()
-        """D's requests that failed, and into whose blocks nothing of this rank can be written any more."""
+        """D's requests into whose blocks this rank lets nothing more be written; some have failed, here or on
+        another rank."""
         self.pairs: dict[str, PairReport] = {}
         """What changed about peers since the scheduler was last told, by engine id."""
         self.replaced: list[str] = []

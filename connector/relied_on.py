@@ -83,7 +83,7 @@ RELIED_ON: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "touch": ("blocks",),
         "free_blocks": ("ordered_blocks",),
     },
-    "vllm.v1.engine.core:EngineCoreProc": {"run_busy_loop": ()},
+    "vllm.v1.engine.core:EngineCoreProc": {"run_busy_loop": (), "is_running": ()},
     f"{_NIXL}.stats:NixlKVConnectorStats": {
         "aggregate": ("other",),
         "record_transfer": ("res",),

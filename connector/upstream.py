@@ -9,6 +9,7 @@ Read in vLLM 0.32.0 and 0.33.0 and NIXL 1.5.1.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ __all__ = [
     "HEARTBEAT_PREFIX",
     "PUSH_REG_NOTIF_PREFIX",
     "VLLM_VERSION",
+    "EngineCoreLoop",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorRole",
@@ -70,7 +72,7 @@ __all__ = [
     "NixlPushConnectorScheduler",
     "NixlPushConnectorWorker",
     "StatLoggerBase",
-    "engine_waker",
+    "affinity_kept",
     "finished_normally",
     "get_base_request_id",
     "init_logger",
@@ -86,20 +88,31 @@ HEARTBEAT_PREFIX: Final = b"HB:"
 """How a lease-renewal notification begins (`base_worker._send_heartbeats`)."""
 
 
-def engine_waker() -> Callable[[], None]:
-    """Return what makes an idle engine step. Call it while the engine's scheduler is under construction.
+class EngineCoreLoop:
+    """The loop of the engine core that is under construction. Find it while its scheduler is being built.
 
     An engine core without work waits at its input queue; vLLM itself puts a wake-up there when it is to shut
     down (`engine/core.py`). Whoever has asked for a step must have `has_pending_push_work` say so. Outside an
     engine-core process (vLLM's in-process `LLM`) nobody waits, and waking does nothing.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCoreProc):
-            return lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-        frame = frame.f_back
-    return lambda: None
+
+    def __init__(self) -> None:
+        self._core: EngineCoreProc | None = None
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and self._core is None:
+            core = frame.f_locals.get("self")
+            self._core = core if isinstance(core, EngineCoreProc) else None
+            frame = frame.f_back
+
+    def wake(self) -> None:
+        """Have an idle engine look for work."""
+        if self._core is not None:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether the engine waits at its queue when it has no work; one that shuts down would end."""
+        return self._core is not None and bool(self._core.is_running())
 
 
 def finished_normally(request: Any) -> bool:
@@ -153,3 +166,19 @@ def nixl_agents_from(factory: Callable[[str, Any], Any]) -> Iterator[None]:
         yield
     finally:
         base_worker.NixlWrapper = upstream_class
+
+
+@contextmanager
+def affinity_kept() -> Iterator[None]:
+    """Undo what happens in here to the processors that this thread may run on.
+
+    On CPU `base_worker.__init__` moves the thread that builds it to the last core of each NUMA node, to keep
+    transfers off the cores that compute. That thread is the engine's own, which computes too: all engines and
+    ranks of a machine would share one core, and starve each other (measured: a decode engine stood still for
+    6 s while two ranks of a prefill engine polled). Transfers have a thread of their own here.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

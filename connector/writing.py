@@ -136,7 +136,10 @@ class Writing(Outbox):
         except (BadParameter, msgspec.DecodeError, RecursionError) as error:
             logger.warning("dropped a registration that cannot be obeyed: %s", error)
             return
-        refusal = self._refusals.of_prefill(get_base_request_id(registration["request_id"]))
+        decode_id = registration["request_id"]
+        if decode_id in self._pushes or decode_id in self._finished:
+            return  # each rank of D registers, and all are written to at once
+        refusal = self._refusals.of_prefill(get_base_request_id(decode_id))
         if refusal is not None:
             self._tell_failed(registration, refusal.error_class, refusal.reason, settled=True)
             return
@@ -237,11 +240,10 @@ class Writing(Outbox):
             return True
 
     def _fail_posting(self, push: Push, reason: str) -> None:
-        """End a push of which nothing is on the wire; its blocks stay held until the lease ends."""
+        """End a push of which nothing is on the wire, and free its blocks."""
         with self._guard:
             self._posting.discard(push.request_id)
-        self._forget_push(push)
-        self._tell_failed(push.registration, "transport", reason, settled=True)
+        self._end_unposted(push, "transport", reason)
 
     def _end_unposted(self, push: Push, error_class: ErrorClass, reason: str) -> None:
         """End a push before anything was posted, and free its blocks."""

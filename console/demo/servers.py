@@ -103,6 +103,8 @@ def _environment(folder: Path, server: Server) -> dict[str, str]:
     scratch.mkdir(parents=True, exist_ok=True)
     return {
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(server.side_channel),

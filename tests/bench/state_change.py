@@ -45,7 +45,7 @@ def measure() -> Iterator[str]:
     telemetry = Telemetry(Sink())  # type: ignore[arg-type]
     inbound = Inbound(deadline_s=60.0, ranks=1)
     inbound.block_pool = Pool()
-    control = Control(Router("push"), inbound, telemetry, lambda: None)
+    control = Control(Router("push"), inbound, telemetry, lambda: None, ranks=1)
     blocks = [SimpleNamespace() for _ in range(64)]
     yield _line(
         "a report of one step", lambda: telemetry.step("decode", "cmpl-1-0-abcd", "allocated", "push")

@@ -44,6 +44,7 @@ DAMAGE_FILE = "damage"
 DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
 """The variable that tells `tests.support.corrupting`, which runs inside the engine, of that file."""
 
+_IMPATIENT = {"kvtop_mode": "push", "kvtop_deadline_s": DEADLINE_S, "kv_lease_duration": LEASE_S}
 CONNECTORS: Mapping[str, Connector] = {
     "stock-push": Connector("NixlPushConnector"),
     "stock-pull": Connector("NixlPullConnector"),
@@ -53,10 +54,13 @@ CONNECTORS: Mapping[str, Connector] = {
     "kvtop-push-spinning": Connector(
         "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push", "kvtop_progress_delay_us": 0}
     ),
-    "kvtop-impatient": Connector(
-        "KvtopConnector",
-        "kvtop.connector",
-        {"kvtop_mode": "push", "kvtop_deadline_s": DEADLINE_S, "kv_lease_duration": LEASE_S},
+    "kvtop-impatient": Connector("KvtopConnector", "kvtop.connector", _IMPATIENT),
+    "kvtop-one-rank": Connector("TwoRanksConnector", "tests.support.two_ranks", _IMPATIENT),
+    "kvtop-two-ranks": Connector(
+        "TwoRanksConnector",
+        "tests.support.two_ranks",
+        _IMPATIENT,
+        arguments=("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"),
     ),
     "kvtop-failing": Connector(
         "KvtopConnector",

@@ -50,6 +50,27 @@ def test_what_failed_stays_in_use_until_nothing_can_be_written() -> None:
     assert waiting.quarantined_since_ns is None
 
 
+def test_ranks_on_which_it_arrived_count_as_settled() -> None:
+    waiting, pool, _ = inbound(ranks=2)
+    waiting.expect("r", "push", ["a"])
+
+    assert waiting.settle(Counter({"r": 1})) == []  # it has arrived on one rank, and fails on the other
+    assert waiting.failed("r")
+    assert pool.references == {"a": 1}
+    assert waiting.settle(Counter({"r": 1})) == ["r"]
+    assert +pool.references == {}
+
+
+def test_what_ranks_said_of_a_request_that_arrived_is_forgotten() -> None:
+    waiting, _, _ = inbound(ranks=2)
+    waiting.expect("r", "push", ["a"])
+    waiting.settle(Counter({"r": 2}))
+    waiting.arrived("r")
+    waiting.expect("r", "push", ["b"])
+
+    assert waiting.failed("r"), "a later wait under the same id would not be protected"
+
+
 def test_every_rank_has_to_settle() -> None:
     waiting, pool, _ = inbound(ranks=2)
     waiting.expect("r", "push", ["a"])

@@ -11,6 +11,7 @@ from typing import Final
 from kvtop.agents.events import OrderAnswer
 from kvtop.agents.instances import Attachment
 from kvtop.agents.orders import Order
+from kvtop.agents.text import span
 
 ANSWER_TIMEOUT_S: Final = 10.0
 """A healthy engine obeys within a step; one whose step takes longer is as good as stopped."""
@@ -25,6 +26,8 @@ class Answered:
     reached: bool = True
     """Whether the engine itself answered. Where it did not, the order may yet be obeyed."""
     timed_out: bool = False
+    beside: tuple[str, ...] = ()
+    """What else an operator must know: the answers of the processes beside the engine."""
 
 
 class Dispatch:
@@ -54,7 +57,7 @@ class Dispatch:
             return Answered(
                 False,
                 "the engine did not answer: it is stopped, or in a long step "
-                f"(waited {round(timeout_s, 1):g} s; the order takes effect if it goes on)",
+                f"(waited {span(timeout_s)}; the order takes effect if it goes on)",
                 reached=False,
                 timed_out=True,
             )

@@ -26,6 +26,7 @@ from kvtop.agents.dispatch import Answered
 from kvtop.agents.instances import InstanceRecord
 from kvtop.agents.model import Transfer
 from kvtop.agents.scene import SETTLE_S, Misnamed, Scene, looking
+from kvtop.agents.text import noun
 
 Tell = Callable[[Progress], None]
 ROWS_TOLD: Final = 20
@@ -95,7 +96,7 @@ class Errand(ABC):
         if what == self._told[0] and now_s - self._told[1] < SIGN_OF_LIFE_S:
             return
         self._told = (what, now_s)
-        more = [f"and {len(rows) - ROWS_TOLD} more transfers"] if len(rows) > ROWS_TOLD else []
+        more = [f"and {left} more {noun(left, 'transfer')}"] if (left := len(rows) - ROWS_TOLD) > 0 else []
         tell(
             Progress(
                 id=self.command.id,

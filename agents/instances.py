@@ -14,6 +14,7 @@ from kvtop.agents.events import Direction, EngineHello, EngineStats, InstanceRep
 from kvtop.agents.latency import NS, LatencyWindow
 from kvtop.agents.ledger import Ledger, Tally
 from kvtop.agents.model import Gap, Instance, InstanceState
+from kvtop.agents.text import counted
 
 STALE_AFTER_S: Final = 5.0
 """A live process sends something every second (`reporter.HEARTBEAT_S`)."""
@@ -258,8 +259,7 @@ class Instances:
         elif record.drained:
             record.enter("drained", now_ns)
         else:
-            left = ", ".join(f"{count} {blocker}" for blocker, count in record.blockers.items())
-            record.enter("draining", now_ns, f"left: {left}")
+            record.enter("draining", now_ns, f"left: {counted(record.blockers)}")
 
     def take(self, attachment: Attachment, report: InstanceReport, now_ns: int) -> None:
         """Take what a process says holds in its engine."""

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvtop.agents.latency import quantile
 from kvtop.agents.model import SCHEMA_VERSION, Instance, Node, Snapshot, Transfer
+from kvtop.agents.remarks import remarks
 from kvtop.agents.text import printable
 
 Report = Literal["status", "transfers"]
@@ -53,6 +54,8 @@ def as_table(report: Report, snapshot: Snapshot) -> str:
     )
     with console.capture() as capture:
         console.print(rows[report](snapshot))
+        if report == "status":
+            console.print(*_remarks(snapshot), sep="\n", soft_wrap=True)
     return "\n".join(line.rstrip() for line in capture.get().split("\n")).rstrip("\n")
 
 
@@ -72,6 +75,20 @@ def _status(snapshot: Snapshot) -> Table:
             _percentiles(each),
         )
     return table
+
+
+def _remarks(snapshot: Snapshot) -> list[str]:
+    names = {each.engine_id: each.name for each in snapshot.instances}
+    now_ns = snapshot.node.clock.monotonic_ns
+
+    def age_s(stamp_ns: int | None) -> float | None:
+        return None if stamp_ns is None else (now_ns - stamp_ns) / 1e9
+
+    return [
+        printable(f"{each.name}: {remark.text(age_s)}")
+        for each in snapshot.instances
+        for remark in remarks(each, lambda engine_id: names.get(engine_id, engine_id), age_s)
+    ]
 
 
 def _percentiles(instance: Instance) -> str:

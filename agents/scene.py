@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 
 from kvtop.agents.act import FAILED, USAGE, Command, Facts, OutcomeState
@@ -139,14 +139,22 @@ class Scene:
     async def order(
         self, record: InstanceRecord, kind: OrderKind, make: Callable[[int], Order], timeout_s: float
     ) -> Answered:
-        """Order all processes of an instance that take this kind; it is obeyed when all have obeyed."""
+        """Order all processes of an instance that take this kind; it is obeyed when all have obeyed.
+
+        What those answer that take no other order (API servers) is told beside the engine's answer.
+        """
         within_s = min(ANSWER_TIMEOUT_S, timeout_s)
-        answers = await asyncio.gather(
-            *(self.dispatch.order(each, make, within_s) for each in record.takers(kind))
-        )
+        takers = record.takers(kind)
+        answers = await asyncio.gather(*(self.dispatch.order(each, make, within_s) for each in takers))
         if not answers:
             return Answered(False, "its process detached before it was ordered", reached=False)
-        return next((each for each in answers if not each.ok), answers[0])
+        beside = [
+            answer.message
+            for taker, answer in zip(takers, answers, strict=True)
+            if answer.message and taker.hello.process == "api-server" and len(taker.hello.orders) == 1
+        ]
+        worst = next((each for each in answers if not each.ok), answers[0])
+        return replace(worst, beside=tuple(dict.fromkeys(beside)))
 
     def live_of(self, record: InstanceRecord) -> list[Transfer]:
         """Return an instance's live transfers."""
@@ -188,15 +196,6 @@ def listed(names: Iterable[str]) -> str:
     every = list(names)
     more = len(every) - NAMED_MOST
     return ", ".join(every[:NAMED_MOST]) + (f" and {more} more" if more > 0 else "")
-
-
-def counted(counts: dict[str, int]) -> str:
-    """Return counts as one text.
-
-    >>> counted({"writes": 2, "leases": 1})
-    '2 writes, 1 leases'
-    """
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 async def looking(timeout_s: float) -> AsyncIterator[float]:

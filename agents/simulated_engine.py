@@ -22,6 +22,7 @@ from kvtop.agents.events import (
     InstanceReport,
     OrderAnswer,
     PairReport,
+    PairState,
     Role,
     Side,
 )
@@ -33,6 +34,8 @@ from kvtop.agents.wire import WIRE_VERSION, Clock
 KV_BLOCKS: Final = 4096
 REPORT_S: Final = 0.2
 """How often an engine that does not drain reports its blockers, at most."""
+BUSY: Final[frozenset[Blocker]] = frozenset(("writes", "reads", "registrations"))
+"""What keeps an engine from forgetting its one peer."""
 Canceller = Callable[[Side, str], tuple[bool, str]]
 """Ends one side of a request's transfer; returns whether, and what to tell the operator."""
 
@@ -56,6 +59,8 @@ class SimulatedEngine:
         self.running = 0
         self.waiting = 0
         self.blocks = 0
+        self.quarantined: dict[str, tuple[int, int]] = {}
+        """By request id: how many blocks nobody may use, and since when (CLOCK_MONOTONIC, ns)."""
         self.pairs: dict[str, PairReport] = {}
         self._reported: InstanceReport | None = None
         self._report_due_s = 0.0
@@ -97,13 +102,16 @@ class SimulatedEngine:
         """Return the direction of a transfer that begins now."""
         return self.peer_modes.get(peer.engine_id, self.mode)
 
-    def met(self, peer: SimulatedEngine) -> bool:
-        """Note a handshake with a peer. Returns whether one was needed: at first, and after an eviction."""
+    def has_met(self, peer: SimulatedEngine) -> bool:
+        """Whether no handshake with a peer is needed: it is at first, and after an eviction or a failure."""
         known = self.pairs.get(peer.engine_id)
-        if known is not None and known.state == "ready":
-            return False
-        self.pairs[peer.engine_id] = PairReport(peer.engine_id, "ready", time.monotonic_ns())
-        return known is not None
+        return known is not None and known.state == "ready"
+
+    def note_pair(self, peer_engine_id: str, state: PairState, reason: str = "") -> None:
+        """Note how it is with a peer, where that is new."""
+        known = self.pairs.get(peer_engine_id)
+        if known is None or state == "failed" or known.state != state:
+            self.pairs[peer_engine_id] = PairReport(peer_engine_id, state, time.monotonic_ns(), reason)
 
     def report(self) -> None:
         """Report what holds, where it has changed."""
@@ -114,7 +122,8 @@ class SimulatedEngine:
             peer_modes=dict(self.peer_modes),
             draining=self.draining,
             blockers=dict(Counter(self.blocking.values())),
-            quarantined_blocks=0,
+            quarantined_blocks=sum(blocks for blocks, _ in self.quarantined.values()),
+            quarantined_since_ns=min((since_ns for _, since_ns in self.quarantined.values()), default=None),
             pairs=list(self.pairs.values()),
         )
         if report != self._reported:
@@ -146,9 +155,9 @@ class SimulatedEngine:
             case CancelTransfer(side=side, request_id=request_id):
                 return cancel(side, request_id)
             case EvictPeer(peer_engine_id=peer):
-                known = self.pairs.get(peer)
-                if known is None or known.state == "evicted":
-                    return False, "there is nothing to forget of that peer"
-                self.pairs[peer] = PairReport(peer, "evicted", time.monotonic_ns(), "evicted by an operator")
-                return True, "that peer is forgotten"
+                if peer in self.pairs and not BUSY.isdisjoint(self.blocking.values()):
+                    return False, "transfers with it, or a handshake, are under way: cancel them or try again"
+                if peer in self.pairs:
+                    self.note_pair(peer, "evicted")
+                return True, "forgotten: the next request handshakes afresh"
         return False, "such an order is not known here"

@@ -52,7 +52,7 @@ class Request:
         self._random = rng
         self._pair = pair
         self._mode: Direction = pair.prefill.mode_with(pair.decode)
-        self._posted = False
+        self._posted = self._handshakes = False
         self._over = False
         """Whether nothing of the transfer is reported any more but the end of a quarantine."""
         self._failure = rng.choice(FAILURES) if rng.random() < failure_rate else None
@@ -92,10 +92,12 @@ class Request:
         course.wait(rng.expovariate(8))
         learnt = self._peer_of("prefill") if mode == "push" else {}
         course.step(initiator, "matched", ranks_expected=1, **learnt)
-        anew = prefill.met(decode) | decode.met(prefill)
-        if self._failure == "handshake" or rng.random() < HANDSHAKE_SHARE or anew:
+        anew = not (prefill.has_met(decode) and decode.has_met(prefill))
+        by_chance, takes_s = rng.random() < HANDSHAKE_SHARE, rng.uniform(0.05, 0.5)
+        if self._failure == "handshake" or by_chance or anew:
+            self._handshakes = True
             course.step(initiator, "handshaking")
-            course.wait(rng.uniform(0.05, 0.5))
+            course.wait(takes_s)
         if self._failure == "handshake":
             self._plan_failure(course, initiator, "failed")
             return
@@ -166,7 +168,17 @@ class Request:
             return
         self._posted |= step == "posting"
         self._block(side, step)
+        self._meet(side, step, facts)
         self._report(side, step, facts)
+
+    def _meet(self, side: Side, step: Stage | Mark, facts: dict[str, Any]) -> None:
+        """Have the engines note how it is between them."""
+        if step == "posting" and self._handshakes:
+            self._pair.prefill.note_pair(self._pair.decode.engine_id, "ready")
+            self._pair.decode.note_pair(self._pair.prefill.engine_id, "ready")
+        elif facts.get("error_class") == "handshake":
+            other = self._engine("decode" if side == "prefill" else "prefill")
+            self._engine(side).note_pair(other.engine_id, "failed", str(facts["error"]))
 
     def _block(self, side: Side, step: Stage | Mark) -> None:
         """Keep account of what of this request keeps its engines from being drained."""
@@ -197,10 +209,12 @@ class Request:
             if self._posted:
                 self._report("decode", "quarantined", dict(facts))
                 self._pair.decode.blocking[self.ids["decode"]] = "quarantine"
+                self._pair.decode.quarantined[self.ids["decode"]] = (self._blocks, time.monotonic_ns())
         return True, "cancelled; its blocks stay in quarantine" if self._posted else "cancelled"
 
     def _settle(self) -> None:
         """End a quarantine: nothing can be written any more."""
+        self._pair.decode.quarantined.pop(self.ids["decode"], None)
         if self._pair.decode.blocking.pop(self.ids["decode"], None):
             self._report("decode", "settled", {})
 

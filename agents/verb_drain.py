@@ -9,7 +9,8 @@ from kvtop.agents.act import Command, Facts, Outcome, Plan
 from kvtop.agents.errand import Errand, Result, Tell
 from kvtop.agents.instances import InstanceRecord
 from kvtop.agents.orders import SetDraining
-from kvtop.agents.scene import Forbidden, Scene, counted, looking
+from kvtop.agents.scene import Forbidden, Scene, looking
+from kvtop.agents.text import counted, span
 
 
 class _Draining(Errand):
@@ -23,6 +24,8 @@ class _Draining(Errand):
         super().__init__(scene, command)
         found = [scene.taking(scene.instance(named), "set-draining") for named in command.targets]
         self._records = list({each.newest.engine_id: each for each in found}.values())
+        self._admission: dict[str, str] = {}
+        """What becomes of new requests, as the API servers say, by engine id."""
 
     async def _order(self, record: InstanceRecord, before: Facts) -> Result | None:
         """Order it and see that it holds. Returns None where it does."""
@@ -31,6 +34,7 @@ class _Draining(Errand):
         )
         if not answered.ok:
             return self.unanswered(record, answered, before)
+        self._admission[record.newest.engine_id] = "; ".join(answered.beside)
         if not await self.shows(lambda: record.report is not None and record.draining == self.draining):
             reported = "draining" if record.draining else "not draining"
             why = f"the engine answered {answered.message!r}, but reports that it is {reported}"
@@ -137,13 +141,22 @@ class Drain(_Draining):
             return self.result(record, "failed", "its engine was started anew meanwhile", before)
         if not record.draining:
             return self.result(record, "failed", "another command undrained it meanwhile", before)
+        taken = self._new_requests(record)
         if record.drained:
-            return self.result(record, "done", "drained", before)
-        left = f"left: {counted(record.blockers)}"
+            return self.result(record, "done", f"drained{taken}", before)
+        left = f"left: {counted(record.blockers)}{taken}"
         if self.command.wait:
-            message = f"draining, but not drained after {self.command.timeout_s:g} s; {left}"
+            message = f"draining, but not drained after {span(self.command.timeout_s)}; {left}"
             return self.result(record, "timed-out", message, before)
         return self.result(record, "done", f"draining; {left}", before)
+
+    def _new_requests(self, record: InstanceRecord) -> str:
+        """Return what becomes of requests that still arrive, as the end of a line."""
+        if said := self._admission.get(record.newest.engine_id):
+            return f"; {said}"
+        if any(each.attached and each.hello.process == "api-server" for each in record.processes.values()):
+            return ""
+        return "; its API server does not report here: whether it still takes new requests is not known"
 
 
 class Undrain(_Draining):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from kvtop.agents.model import Endpoint, Transfer
+from kvtop.agents.text import noun
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.state import is_live
 from kvtop.console.views import format as fmt
@@ -64,7 +65,8 @@ def _endpoint(side: Endpoint | None) -> tuple[Cell, ...]:
 
 def _payload(transfer: Transfer) -> str:
     total = "" if transfer.bytes is None else f" ({transfer.bytes:,} bytes)"
-    parts = f"{fmt.count(transfer.blocks)} blocks, {fmt.count(transfer.descriptors)} descriptors"
+    counts = ((transfer.blocks, "block"), (transfer.descriptors, "descriptor"))
+    parts = ", ".join(f"{fmt.count(count)} {noun(count, of)}" for count, of in counts)
     return f"{fmt.size(transfer.bytes)}{total} in {parts}"
 
 

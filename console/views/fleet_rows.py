@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from kvtop.agents.model import Instance, InstanceState
+from kvtop.agents.remarks import Kind, Remark, remarks
+from kvtop.agents.text import plural
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.figures import Figures, Member, figures, fleet_figures, instance_figures, members_of
 from kvtop.console.fleet.state import FleetState, NodeState
 from kvtop.console.views import format as fmt
 from kvtop.console.views.table import Cell, Column, Sort, ordered
+from kvtop.console.views.transfer_rows import STAGE_MARKS
 
 STATE_MARKS: dict[InstanceState, Cell] = {
     "starting": Cell("◌", "accent"),
@@ -23,6 +26,7 @@ STATE_MARKS: dict[InstanceState, Cell] = {
     "down": Cell("✗", "bad"),
     "stale": Cell("?", "warn"),
 }
+REMARK_MARKS: dict[Kind, Cell] = {"quarantine": STAGE_MARKS["quarantined"], "pair": STAGE_MARKS["failed"]}
 
 
 class FleetRow(msgspec.Struct, frozen=True):
@@ -35,7 +39,9 @@ class FleetRow(msgspec.Struct, frozen=True):
     node: NodeState | None = None
     instance: Instance | None = None
     text: str = ""
-    """What a note says; a note on an instance says its state."""
+    """What a note on a node says."""
+    remark: Remark | None = None
+    """What a note on an instance says; one without says the instance's state."""
 
 
 def fleet_rows(
@@ -43,6 +49,7 @@ def fleet_rows(
 ) -> list[FleetRow]:
     """Return the lines in order: instances are sorted within their node, nodes stay where they were named."""
     rows = [FleetRow("fleet", ("fleet",), fleet_figures(fleet))]
+    names = {each.engine_id: each.name for node in fleet.nodes for each in node.instances}
     for node in fleet.nodes:
         of_node = figures(node.target, [node])
         rows.append(FleetRow("node", ("node", node.target), of_node, node))
@@ -55,6 +62,7 @@ def fleet_rows(
             rows.append(row)
             if _needs_note(row):
                 rows.append(FleetRow("note", ("note", *row.key), row.figures, node, row.instance))
+            rows += _remarks(row, node, names, now)
     return rows
 
 
@@ -62,6 +70,19 @@ def _instance_row(member: Member) -> FleetRow:
     return FleetRow(
         "instance", ("instance", *member.key), instance_figures(member), member.node, member.instance
     )
+
+
+def _remarks(row: FleetRow, node: NodeState, names: Mapping[str, str], now: Moment) -> Iterator[FleetRow]:
+    """Yield a note for each thing that there is to say of an instance beside its figures."""
+    assert row.instance is not None
+    said = remarks(
+        row.instance,
+        lambda engine_id: names.get(engine_id, engine_id),
+        lambda stamp_ns: node.age_s(stamp_ns, now),
+    )
+    for number, remark in enumerate(said):
+        key = ("note", *row.key, str(number))
+        yield FleetRow("note", key, row.figures, node, row.instance, remark=remark)
 
 
 def _node_notes(node: NodeState) -> list[str]:
@@ -86,10 +107,18 @@ def span(row: FleetRow, now: Moment) -> tuple[Cell, ...] | None:
         return node_line(row.node, now)
     if row.instance is None:
         return (Cell(f"  {row.text}", "muted" if row.node.live else "warn"),)
+    if row.remark is not None:
+        return _remark_line(row.remark, row.node, now)
     state, since = row.instance.state, row.instance.state_since_ns
     why = f": {row.instance.state_reason}" if row.instance.state_reason else ""
     when = f"{fmt.clock_time(row.node.wall_s(since))} ({fmt.age(row.node.age_s(since, now))} ago)"
     return (Cell(f"  └ {state} since {when}{why}", STATE_MARKS[state].tone),)
+
+
+def _remark_line(remark: Remark, node: NodeState, now: Moment) -> tuple[Cell, ...]:
+    mark = REMARK_MARKS[remark.kind]
+    told = remark.text(lambda stamp_ns: node.age_s(stamp_ns, now))
+    return (Cell(f"  └ {mark.text} {told}", mark.tone if node.live else "muted"),)
 
 
 def no_engine_text(node: NodeState) -> str:
@@ -109,7 +138,7 @@ def node_line(node: NodeState, now: Moment) -> tuple[Cell, ...]:
         cells += [Cell("● live", "good"), Cell(f" since {since}", "muted")]
         cells.append(Cell(f"  {node.node.software}, pid {node.node.agent_pid}", "muted"))
         if node.node.rejected_frames:
-            cells.append(Cell(f"  ! {node.node.rejected_frames} bad frames refused", "warn"))
+            cells.append(Cell(f"  ! {plural(node.node.rejected_frames, 'bad frame')} refused", "warn"))
     elif link.phase == "lost":
         cells.append(Cell(f"✗ {'lost' if node.node else 'no connection'} since {since}", "bad"))
     else:

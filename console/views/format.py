@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from kvtop.agents import text
+
 UNKNOWN = "–"
 
 _SI = ("", "k", "M", "G", "T", "P")
@@ -84,18 +86,10 @@ def microseconds(value_us: float | None) -> str:
 def age(seconds: float | None) -> str:
     """Return how long ago, for people: two units at most.
 
-    >>> [age(s) for s in (0.2, 9.99, 75, 3725, 200_000)]
-    ['0s', '9s', '1m15s', '1h02m', '2d07h']
+    >>> age(3725), age(None)
+    ('1h02m', '–')
     """
-    if seconds is None:
-        return UNKNOWN
-    whole = max(0, int(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d{hours % 24:02}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02}m"
-    return f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+    return UNKNOWN if seconds is None else text.age(seconds)
 
 
 def countdown(seconds: float | None) -> str:
@@ -111,5 +105,5 @@ def countdown(seconds: float | None) -> str:
 
 def clock_time(wall_s: float, *, millis: bool = False) -> str:
     """Return the time of day in the console's time zone: `14:03:11`, or `14:03:11.042`."""
-    text = time.strftime("%H:%M:%S", time.localtime(wall_s))
-    return f"{text}.{int(wall_s % 1 * 1000):03}" if millis else text
+    shown = time.strftime("%H:%M:%S", time.localtime(wall_s))
+    return f"{shown}.{int(wall_s % 1 * 1000):03}" if millis else shown

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len
 
 from kvtop.agents.model import Gap
+from kvtop.agents.text import noun
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.state import FleetState, NodeState
 from kvtop.console.views import format as fmt
@@ -73,8 +74,8 @@ def notices(fleet: FleetState, now: Moment, limit: int = 3) -> list[tuple[Cell, 
     """Return what the operator must know about the data itself: the latest gaps, newest first."""
     found = sorted(_gaps(fleet, now), key=lambda item: -item[0])
     lines: list[tuple[Cell, ...]] = [(Cell(f" ! {text}", "warn"),) for _, text in found[:limit]]
-    if len(found) > limit:
-        lines[-1] = (*lines[-1], Cell(f"  (+{len(found) - limit} more gaps)", "muted"))
+    if (more := len(found) - limit) > 0:
+        lines[-1] = (*lines[-1], Cell(f"  (+{more} more {noun(more, 'gap')})", "muted"))
     return lines
 
 
@@ -111,5 +112,5 @@ def gap_text(node: NodeState, group: Sequence[tuple[str, Gap]]) -> str:
     start = fmt.clock_time(node.wall_s(min(gap.from_ns for _, gap in group)))
     end = fmt.clock_time(node.wall_s(max(gap.to_ns for _, gap in group)))
     known = [gap.dropped_events for _, gap in group if gap.dropped_events is not None]
-    lost = f", {sum(known):,} events lost" if known else ""
+    lost = f", {sum(known):,} {noun(sum(known), 'event')} lost" if known else ""
     return f"{who}: no data {start}–{end} ({group[0][1].reason}){lost}"

@@ -89,6 +89,13 @@ def _sim(row: TransferRow, _now: Moment) -> Cell:
 
 COLUMNS: tuple[Column[TransferRow], ...] = (
     Column(
+        "id",
+        "id",
+        2,
+        lambda r, _: Cell(str(r.transfer.id), _tone(r)),
+        "the agent's number for the transfer: what `kvtop cancel` takes",
+    ),
+    Column(
         "stage", "stage", 13, _stage, "where the transfer is", _key(lambda t: _ORDER[t.stage]), right=False
     ),
     Column("sim", "", 3, _sim, "SIM: between simulated engines", right=False),
@@ -142,6 +149,7 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
         _value(lambda t: fmt.size(t.bytes)),
         "payload bytes of all ranks",
         _key(lambda t: t.bytes),
+        drop=1,
     ),
     Column(
         "descriptors",
@@ -168,7 +176,7 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
         _value(lambda t: fmt.microseconds(t.wire_us)),
         "NIXL's transfer time, slowest rank",
         _key(lambda t: t.wire_us),
-        drop=1,
+        drop=2,
     ),
     Column(
         "rate",
@@ -219,14 +227,19 @@ COLUMNS: tuple[Column[TransferRow], ...] = (
 
 
 def transfer_table(fleet: FleetState) -> Table[TransferRow]:
-    """Return the table of the Transfers screen: pairs have the room that they need, SIM where needed."""
+    """Return the table of the Transfers screen: ids and pairs have the room that they need, SIM where needed.
+
+    An id is what an operator types: it is never cut short.
+    """
     longest = {"P": "", "D": ""}
     for node in fleet.nodes:
         for instance in node.instances:
             side = "D" if instance.role == "decode" else "P"
             longest[side] = max(longest[side], instance.name, key=len)
     pair = f"{longest['P']}→{longest['D']}"
-    return Table(for_fleet(COLUMNS, "pair", [pair], simulated=fleet.simulated), key=_row_key)
+    columns = for_fleet(COLUMNS, "pair", [pair], simulated=fleet.simulated)
+    last = max((max(node.transfers, default=0) for node in fleet.nodes), default=0)
+    return Table(for_fleet(columns, "id", [str(last)], simulated=True), key=_row_key)
 
 
 def _row_key(row: TransferRow) -> tuple[str, int, int]:

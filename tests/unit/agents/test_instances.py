@@ -122,7 +122,7 @@ def test_draining_ends_in_drained_once_nothing_is_in_the_way() -> None:
 
     assert seen == [
         ("serving", False, False, ""),
-        ("draining", True, False, "left: 2 leases, 1 writes"),
+        ("draining", True, False, "left: 2 leases, 1 write"),
         ("drained", True, True, ""),
         ("serving", False, False, ""),
     ]

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvtop.agents.events import Direction, EngineEvent, EngineHello, TransferEvent
-from kvtop.agents.model import Transfer
+from kvtop.agents.model import Instance, Snapshot, Transfer
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.simulate import Simulation
 from tests.support.agent import await_snapshot, running_agent, runtime_folder
@@ -189,14 +189,29 @@ def test_what_is_on_the_wire_when_it_is_cancelled_stays_in_quarantine_until_it_h
                 timeout=30,
                 check=True,
             )
-            await_snapshot(paths, lambda s: _stage_of(s.transfers, row.id) == "quarantined", "quarantine")
-            await_snapshot(paths, lambda s: _stage_of(s.transfers, row.id) == "cancelled", "its end")
+            kept = await_snapshot(
+                paths, lambda s: _stage_of(s.transfers, row.id) == "quarantined", "quarantine"
+            )
+            ended = await_snapshot(
+                paths,
+                lambda s: (
+                    _stage_of(s.transfers, row.id) == "cancelled" and _decode(s).quarantined_blocks == 0
+                ),
+                "its end",
+            )
         finally:
             stop.set()
             thread.join(20)
 
+    assert _decode(kept).quarantined_blocks == row.blocks
+    assert (_decode(kept).quarantined_since_ns or 0) > row.first_seen_ns
+    assert _decode(ended).quarantined_since_ns is None
     assert "its blocks stay in quarantine" in cancelled.stdout
     assert "cannot be undone: what is on the wire cannot be stopped" in cancelled.stderr
+
+
+def _decode(seen: Snapshot) -> Instance:
+    return next(each for each in seen.instances if each.role == "decode")
 
 
 def _stage_of(rows: list[Transfer], row_id: int) -> str:
@@ -210,11 +225,15 @@ def test_failures_are_of_every_kind_and_each_comes_where_it_can(paths: RuntimePa
     with running_agent(paths), simulating(paths, "--rate", "30", "--failure-rate", "1", "--seed", "3"):
         seen = await_snapshot(
             paths,
-            lambda s: all(ended(s.transfers, each) for each in ("handshake", "transport", "expiry")),
-            "a failure of each kind",
+            lambda s: (
+                all(ended(s.transfers, each) for each in ("handshake", "transport", "expiry"))
+                and [each for each in s.instances[0].pairs if each.state == "failed"]
+            ),
+            "a failure of each kind, and a pair that failed",
         )
 
-    rows = seen.transfers
+    rows, (pair,) = seen.transfers, seen.instances[0].pairs
+    assert (pair.engine_id, pair.reason) == (seen.instances[1].engine_id, "simulated: the handshake failed")
     assert seen.node.transfers_done == 0
     assert all((row.error or "").startswith("simulated: ") for row in rows if row.error_class)
     assert all("handshaking" in row.times_ns for row in ended(rows, "handshake"))

@@ -9,6 +9,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.strip import Strip
 
+from kvtop.agents.events import PairReport
 from kvtop.agents.model import Endpoint, Gap
 from kvtop.console.actions import ACTIONS
 from kvtop.console.app import KvtopApp
@@ -144,6 +145,33 @@ async def test_before_the_first_answer_the_screens_are_there() -> None:
         assert "0/0 live" in seen.lines[0]
         await seen.pilot.press("2")
         assert "no agent is connected" in seen.text
+
+
+async def test_quarantine_and_failed_pairs_are_on_the_fleet_screen_of_a_small_terminal() -> None:
+    pair = PairReport("decode-0-engine", "failed", NODE_NOW_NS, "handshake timed out: the peer hangs")
+    troubled = instance(quarantined_blocks=3, quarantined_since_ns=NODE_NOW_NS - 5 * S, pairs=[pair])
+    async with console(FleetState([node("p01", [troubled, instance("decode-0")])]), (80, 24)) as seen:
+        assert "└ ▣ quarantine: 3 blocks, the oldest for 5s" in seen.text
+        assert "└ ✗ pair decode-0: handshake timed out: the peer hangs (0s ago)" in seen.text
+        seen.clock.advance(2)
+        seen.app._advance()
+        await seen.pilot.pause()
+        assert "the oldest for 7s" in seen.text
+        await seen.pilot.press("j", "j", "j", "j", "enter")  # fleet, node, instance, its first note
+        await seen.pilot.pause()
+        assert "only prefill-0 (Esc: all)" in seen.text
+
+
+async def test_a_small_terminal_has_room_for_ids_and_errors() -> None:
+    names = (Endpoint("p", "sim-prefill-0", "r"), Endpoint("d", "sim-decode-0", "r"))
+    why = {"error_class": "transport", "error": "broken"}
+    failed = transfer(123_456, "failed", 3, prefill=names[0], decode=names[1], simulated=True, **why)
+    pair = [instance("sim-prefill-0", simulated=True), instance("sim-decode-0", role="decode")]
+    async with console(FleetState([node("p01", pair, [failed])]), (80, 24)) as seen:
+        await seen.pilot.press("2")
+        await seen.pilot.pause()
+        for part in ("123456 ✗ failed", "sim-prefill-0→sim-decode-0", "transpor"):
+            assert part in seen.text
 
 
 # The cursor

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import get_args
 
+from kvtop.agents.events import PairReport
 from kvtop.agents.model import Gap, InstanceState
 from kvtop.console.fleet.figures import fleet_figures
 from kvtop.console.fleet.state import FleetState, LinkState, NodeState
@@ -71,12 +72,36 @@ def test_a_down_instance_stays_in_place_with_since_when_and_why() -> None:
 
 
 def test_a_draining_instance_says_what_is_left_and_a_drained_one_that_nothing_is() -> None:
-    draining = instance("prefill-0", state="draining", state_reason="left: 2 leases, 1 writes")
+    draining = instance("prefill-0", state="draining", state_reason="left: 2 leases, 1 write")
     lines = fleet_lines(FleetState([node("p01", [draining, instance("prefill-1", state="drained")])]))
     at = lines.index(only(lines, "prefill-0"))
     assert "◔ draining" in lines[at]
-    assert "left: 2 leases, 1 writes" in lines[at + 1]
+    assert "left: 2 leases, 1 write" in lines[at + 1]
     assert "○ drained" in lines[at + 2]
+
+
+def test_an_instance_says_what_is_in_quarantine_and_which_peers_it_cannot_meet() -> None:
+    troubled = instance(
+        "prefill-0",
+        quarantined_blocks=12,
+        quarantined_since_ns=NODE_NOW_NS - 64 * S,
+        pairs=[
+            PairReport(
+                "decode-0-engine", "failed", NODE_NOW_NS - 9 * S, "handshake timed out: the peer hangs"
+            ),
+            PairReport("decode-1-engine", "ready", NODE_NOW_NS),
+        ],
+    )
+    fleet = FleetState([node("p01", [troubled]), node("d01", [instance("decode-0"), instance("decode-1")])])
+
+    lines = fleet_lines(fleet)
+
+    at = lines.index(next(line for line in lines if line.startswith(" prefill-0")))
+    assert lines[at + 1 : at + 3] == [
+        "  └ ▣ quarantine: 12 blocks, the oldest for 1m04s",
+        "  └ ✗ pair decode-0: handshake timed out: the peer hangs (9s ago)",
+    ]
+    assert "▾ d01" in lines[at + 3]
 
 
 def test_every_state_has_a_mark_of_its_own() -> None:
@@ -160,6 +185,12 @@ def test_a_finished_transfer_has_its_figures() -> None:
     row = transfer_lines(FleetState([node("p01", [instance()], [done])]))[1]
     for part in ("✓ done", "65.5kB", " 12 ", "31.0µs", "812µs", "80.7MB"):
         assert part in row
+
+
+def test_a_transfer_has_the_id_that_cancel_takes() -> None:
+    rows = [transfer(7), transfer(1_234_567, "done")]
+    lines = transfer_lines(FleetState([node("p01", [instance()], rows)]))
+    assert [line.split()[0] for line in lines] == ["id", "7", "1234567"]
 
 
 def test_a_failure_shows_its_class_and_text() -> None:

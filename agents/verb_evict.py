@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvtop.agents.act import Command, Outcome, Plan
 from kvtop.agents.errand import Argument, Errand, Tell
 from kvtop.agents.orders import EvictPeer
 from kvtop.agents.scene import Misnamed, Scene, other_side
+from kvtop.agents.text import noun, plural
+
+BUSY: Final = "transfers with it, or a handshake, are under way: cancel them or try again"
+"""As the engine words its refusal."""
 
 
 class Evict(Errand):
@@ -27,11 +31,10 @@ class Evict(Errand):
         self._peer = peer
 
     def plan(self) -> Plan:
-        """Say what is forgotten, and what that touches."""
+        """Say what is forgotten, and when that is refused: it ends no transfer."""
         me, peer = self._record.newest, self.scene.instances.name_of(self._peer)
-        touched = [
-            row for row in self.scene.live_of(self._record) if other_side(row, me.engine_id) == self._peer
-        ]
+        rows = self.scene.live_of(self._record)
+        live = sum(other_side(row, me.engine_id) == self._peer for row in rows)
         return Plan(
             id=self.command.id,
             verb=self.command.verb,
@@ -40,10 +43,10 @@ class Evict(Errand):
             steps=[
                 f"{me.name} forgets the NIXL state of {peer} (engine {self._peer}), now {self._state()}",
                 "the next request between them shakes hands afresh",
-                f"{len(touched)} live transfers between them end or go on as the engine can",
+                f"the engine refuses it while {BUSY}; now there {noun(live, 'is', 'are')} "
+                f"{plural(live, 'live transfer')} between them",
             ],
             irreversible=["the present connection between them"],
-            requests=len(touched),
             simulated=me.simulated,
         )
 

@@ -12,8 +12,12 @@ from kvtop.agents.events import Direction
 from kvtop.agents.model import Transfer
 from kvtop.agents.orders import SetMode
 from kvtop.agents.scene import Scene, listed, looking, other_side
+from kvtop.agents.text import noun, plural, span
 
 OTHER: dict[Direction, Direction] = {"push": "pull", "pull": "push"}
+DOES: dict[Direction, str] = {"push": "pushes", "pull": "pulls"}
+SELDOM_NAMED = "routers usually do not name it to P"
+P_WINS = "a decode request that comes with P's answer takes P's direction all the same"
 
 
 class Switch(Errand):
@@ -35,11 +39,21 @@ class Switch(Errand):
         self._ordered_ns = 0
         self._version = scene.ledger.version
         self._begun: set[int] = set()
+        self._begun_old: set[int] = set()
+        """Transfers first seen after the order, in the new direction and in the old one all the same."""
         self._proof: Transfer | None = None
 
     @property
+    def _peer_name(self) -> str:
+        return self.scene.instances.name_of(self._peer or "")
+
+    @property
     def _with(self) -> str:
-        return f" with {self.scene.instances.name_of(self._peer)}" if self._peer else ""
+        return f" with {self._peer_name}" if self._peer else ""
+
+    @property
+    def _is_decode(self) -> bool:
+        return self._record.newest.role == "decode"
 
     @property
     def _now(self) -> Direction:
@@ -54,10 +68,15 @@ class Switch(Errand):
         exceptions = self._record.report.peer_modes if self._record.report and not self._peer else {}
         steps = [f"{name}: requests that arrive from now on {self._mode}{self._with}; now they {self._now}"]
         if exceptions:
-            steps.append(f"its exceptions for {len(exceptions)} peers are forgotten")
-        if self._record.newest.role == "decode":
-            steps.append("a decode request that comes with P's direction takes that one all the same")
-        steps.append(f"{len(old)} live transfers {OTHER[self._mode]}{self._with}; they finish as they began")
+            steps.append(
+                f"its {noun(len(exceptions), 'exception')} for {plural(len(exceptions), 'peer')} "
+                f"{noun(len(exceptions), 'is', 'are')} forgotten"
+            )
+        if self._peer and not self._is_decode:
+            steps.append(f"only requests that name {self._peer_name} take it: {SELDOM_NAMED}")
+        if self._is_decode:
+            steps.append(P_WINS)
+        steps.append(f"{self._still(len(old))}{self._with}; what is under way finishes as it began")
         return Plan(
             id=self.command.id,
             verb=self.command.verb,
@@ -83,16 +102,32 @@ class Switch(Errand):
         if self.command.wait:
             return await self._prove(tell, before)
         facts = self._facts()
-        seen = facts["latest_transfer_mode"]
         message = (
-            f"new requests {self._mode}{self._with}; {facts['old_mode_live']} live transfers still "
-            f"{OTHER[self._mode]}; the latest transfer seen: {seen or 'none'}"
+            f"{self._set}; {self._still(facts['old_mode_live'])}; "
+            f"the latest transfer seen: {facts['latest_transfer_mode'] or 'none'}"
         )
         return self.outcome([self.result(record, "done", message, before)], facts)
 
+    @property
+    def _set(self) -> str:
+        """What an order that the engine has obeyed has set, and what it may not reach."""
+        if self._is_decode:
+            return f"new requests {self._mode}{self._with}, but {P_WINS}: set it on P"
+        if not self._peer:
+            return f"new requests {self._mode}"
+        return (
+            f"set for requests that name {self._peer_name}: they {self._mode}; {SELDOM_NAMED}, so use --wait "
+            "to see whether it has effect, or leave --peer out"
+        )
+
+    def _still(self, count: int) -> str:
+        """Say how many live transfers go the old way."""
+        old = OTHER[self._mode]
+        return plural(count, f"live transfer still {DOES[old]}", f"live transfers still {old}")
+
     async def _prove(self, tell: Tell, before: Facts) -> Outcome:
         """Wait until the old transfers are gone and a new one has completed."""
-        record, old_mode = self._record, OTHER[self._mode]
+        record = self._record
         old: list[Transfer] = []
         async for _ in looking(self.time_left_s):
             if not self._holds():
@@ -109,18 +144,24 @@ class Switch(Errand):
                 )
                 return self.outcome([self.result(record, "done", message, before)], self._facts())
             proved = "a new transfer has" if self._proof else "no new transfer has yet"
-            self.progress(
-                tell, [f"{proved} completed as {self._mode}; {len(old)} still {old_mode}"], rows=old
-            )
-        left = (
-            [f"{len(old)} transfers still {old_mode} ({listed(str(row.id) for row in old)})"] if old else []
-        )
+            self.progress(tell, [f"{proved} completed as {self._mode}; {self._still(len(old))}"], rows=old)
+        left = [f"{self._still(len(old))} ({listed(str(row.id) for row in old)})"] if old else []
         if self._proof is None:
-            unproved = f"none of the {len(self._begun)} that began as {self._mode} has completed"
-            left.append(unproved if self._begun else "no traffic came to prove it")
-        after = f"but after {self.command.timeout_s:g} s"
+            left.append(self._unproved())
+        after = f"but after {span(self.command.timeout_s)}"
         message = f"new requests {self._mode}{self._with}, {after} {' and '.join(left)}"
         return self.outcome([self.result(record, "timed-out", message, before)], self._facts())
+
+    def _unproved(self) -> str:
+        """Say why nothing has proved the new direction."""
+        if began := len(self._begun):
+            which = "the one" if began == 1 else f"none of the {began}"
+            return f"{which} that began as {self._mode} has {'not ' if began == 1 else ''}completed"
+        if not self._begun_old:
+            return "no traffic came to prove it"
+        why = "do not name it" if self._peer and not self._is_decode else "name a direction"
+        since = plural(len(self._begun_old), "transfer")
+        return f"{since} first seen since did not take it: their requests came before the order, or {why}"
 
     def _holds(self) -> bool:
         report = self._record.report
@@ -144,10 +185,15 @@ class Switch(Errand):
             sides = {side.engine_id for side in (row.prefill, row.decode) if side}
             if engine_id not in sides or not self._is_ours(row):
                 continue
-            if row.direction == self._mode and row.first_seen_ns >= self._ordered_ns:
+            if row.first_seen_ns < self._ordered_ns:
+                continue
+            if row.direction == self._mode:
                 self._begun.add(row.id)
+                self._begun_old.discard(row.id)
                 moved = row.stage == "done" and "skipped" not in row.times_ns
                 self._proof = row if moved and self._proof is None else self._proof
+            elif row.direction == OTHER[self._mode]:
+                self._begun_old.add(row.id)
 
     def _facts(self) -> Facts:
         latest = self.scene.ledger.latest_of(self._record.newest.engine_id)

@@ -14,6 +14,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
+OPTION: Final = "--middleware kvtop.connector.admission.Admission"
 RETRY_AFTER_S: Final = 5
 READY_PATH: Final = "/kvtop/ready"
 GENERATING: Final = ("/v1/", "/v2/", "/inference/", "/generative_scoring", "/invocations", "/generate")
@@ -47,6 +48,17 @@ def set_draining(engine_id: str, *, draining: bool) -> None:
 def drains() -> bool:
     """Whether all engines of this API server drain: while one of them serves, requests go to that one."""
     return bool(_draining) and all(_draining.values())
+
+
+def told() -> str:
+    """Say for operators what becomes of new requests now."""
+    if not any(_draining.values()):
+        return "new requests are taken"
+    if not loaded:
+        return f"new requests are still taken: the admission middleware is not loaded ({OPTION})"
+    if not drains():
+        return "new requests are still taken until the other engines of its API server drain too"
+    return "new requests get 503"
 
 
 def generates(method: str, path: str) -> bool:

@@ -30,15 +30,14 @@ class KvtopStatLogger(StatLoggerBase):
             settings = read_settings(transfer.kv_connector_extra_config)
             self.telemetry = telemetry_for(vllm_config, settings, "api-server", engine_index)
             self._engine = f"{transfer.engine_id}/{engine_index}"
+            admission.set_draining(self._engine, draining=False)  # it counts among those that serve
             self.telemetry.obey(self._obey, lambda: None)
 
     def _obey(self, order: Order) -> None:
         """Tell the admission middleware, which lives in this process. Runs on the reporter's thread."""
         if isinstance(order, SetDraining):
             admission.set_draining(self._engine, draining=order.draining)
-            refuses = "new requests get 503" if order.draining else "new requests are taken"
-            message = refuses if admission.loaded else "no admission middleware: requests are taken as before"
-            self.telemetry.answer(order.order_id, ok=True, message=message)
+            self.telemetry.answer(order.order_id, ok=True, message=admission.told())
 
     def record(
         self,

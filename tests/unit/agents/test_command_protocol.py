@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -19,7 +21,8 @@ from kvtop.agents.client import AgentConnection, connect_unix
 from kvtop.agents.commands import RUNS_AT_ONCE, VERBS
 from kvtop.agents.events import InstanceReport, OrderAnswer
 from kvtop.agents.model import AGENT_MESSAGE
-from kvtop.agents.orders import ORDER_KINDS
+from kvtop.agents.orders import ORDER_KINDS, Order
+from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import HEADER, Refusal, encode_frame
 from tests.support.acting import AGENT_CLI, ActingNode, acting_node
@@ -282,6 +285,44 @@ async def test_an_engine_that_answers_but_does_not_do_it_is_found_out(paths: Run
         outcome = outcome_of(list(answers))
         assert (outcome.exit_code, outcome.state) == (1, "failed")
         assert said in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("new requests get 503", "; new requests get 503"),
+        ("new requests are still taken: no middleware", "; new requests are still taken: no middleware"),
+        (None, "; its API server does not report here: whether it still takes new requests is not known"),
+    ],
+)
+async def test_a_drain_tells_what_becomes_of_new_requests(
+    paths: RuntimePaths, said: str | None, told: str
+) -> None:
+    """The engine answers for transfers, its API servers for requests; both must be heard."""
+    core = hello("p", process="engine-core", orders=list(ORDER_KINDS))
+    door = hello("p", process="api-server", pid=os.getppid(), orders=["set-draining"])
+    with running_agent(paths), contextlib.ExitStack() as reporters:
+        engine = reporters.enter_context(reporting(paths, start_agent=False, hello=core))
+        engine._on_order = lambda order: _drain(engine, order)
+        if said is not None:
+            server = reporters.enter_context(reporting(paths, start_agent=False, hello=door))
+            server._on_order = lambda order: server.put(OrderAnswer(1, order.order_id, True, said))
+        engine.put(InstanceReport(at_ns=1, mode="push"))
+        await asyncio.to_thread(
+            await_snapshot, paths, lambda s: s.instances and s.instances[0].blockers == {}, "the instance"
+        )
+        async with operator(paths) as connection:
+            answers = await collected(
+                connection.act(Command(verb="drain", targets=["p"], force=True, wait=True, timeout_s=5))
+            )
+
+    outcome = outcome_of(list(answers))
+    assert (outcome.state, outcome.message) == ("done", f"p: drained{told}")
+
+
+def _drain(engine: Reporter, order: Order) -> None:
+    engine.put(InstanceReport(at_ns=2, mode="push", draining=True))
+    engine.put(OrderAnswer(2, order.order_id, True, "no new transfer starts"))
 
 
 async def test_an_answer_to_an_order_that_nobody_gave_is_let_be(paths: RuntimePaths) -> None:

@@ -9,12 +9,14 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvtop.agents.events import EngineStats, TransferEvent
 from kvtop.agents.model import LIVE_STAGES, Snapshot, Transfer
 from kvtop.agents.runtime import RuntimePaths
+from kvtop.agents.simulated_request import LEASE_S
 from tests.support.acting import AGENT_CLI, ActingNode, acting_node
 from tests.support.agent import await_snapshot, hello, reporting, runtime_folder, snapshot
 from tests.support.waiting import wait_until
@@ -84,6 +86,41 @@ def test_a_switch_without_wait_says_what_was_last_seen(quiet_node: ActingNode) -
         "sim-prefill-0: new requests pull; 0 live transfers still push; the latest transfer seen: push\n"
     )
     assert "sim-prefill-0: requests that arrive from now on pull; now they push" in done.stderr
+
+
+def test_a_switch_for_one_peer_says_that_only_requests_that_name_it_take_it(quiet_node: ActingNode) -> None:
+    """Routers do not name D in what they send to P: the engine has obeyed, and nothing may change."""
+    done = quiet_node.act("mode", "sim-prefill-0", "pull", "--peer", "sim-decode-0")
+
+    assert done.returncode == 0
+    assert done.stdout == (
+        "sim-prefill-0: set for requests that name sim-decode-0: they pull; routers usually do not name it "
+        "to P, so use --wait to see whether it has effect, or leave --peer out; 0 live transfers still push; "
+        "the latest transfer seen: push\n"
+    )
+    assert "only requests that name sim-decode-0 take it: routers usually do not name it to P" in done.stderr
+
+
+def test_a_switch_on_d_says_that_p_decides(quiet_node: ActingNode) -> None:
+    for peer in ((), ("--peer", "sim-prefill-0")):
+        done = quiet_node.act("mode", "sim-decode-0", "pull", *peer)
+
+        assert done.returncode == 0
+        assert (
+            "but a decode request that comes with P's answer takes P's direction all the same" in done.stdout
+        )
+        assert "set it on P" in done.stdout
+
+
+def test_who_waits_for_a_switch_is_told_that_traffic_did_not_take_it(node: ActingNode) -> None:
+    """Simulated requests go P's way, as real ones do: an exception on D reaches none of them."""
+    done = node.act("mode", "sim-decode-0", "pull", "--peer", "sim-prefill-0", "--wait", "--timeout", "3s")
+
+    assert done.returncode == 4
+    assert "no traffic came" not in done.stderr
+    assert (
+        "transfers first seen since did not take it: their requests came before the order, or" in done.stderr
+    )
 
 
 def test_a_switch_that_no_traffic_proves_says_so(quiet_node: ActingNode) -> None:
@@ -263,8 +300,15 @@ def test_a_cancelled_transfer_ends_on_both_sides(slow_node: ActingNode) -> None:
 
 
 def _waiting_for_lease(seen: Snapshot) -> list[Transfer]:
-    """Transfers of which both sides have reported and nothing is posted."""
-    return [row for row in live(seen) if row.stage == "queued" and row.decode and row.decode.request_id]
+    """Transfers of which both sides have reported, and that only wait for their short lease to end."""
+    return [
+        row
+        for row in live(seen)
+        if row.stage == "queued"
+        and row.decode
+        and row.decode.request_id
+        and (row.lease_deadline_ns or 0) - row.first_seen_ns < LEASE_S * 1e9
+    ]
 
 
 def test_of_several_transfers_each_has_its_own_outcome(slow_node: ActingNode) -> None:
@@ -308,10 +352,17 @@ def test_an_evicted_peer_is_met_afresh(node: ActingNode) -> None:
 
     wait_until(lambda: state() == "ready", "the pair to be ready", poll_s=0.1)
 
-    began_ns = time.monotonic_ns()
-    done = node.act_json("evict", "sim-prefill-0", "sim-decode-0")
+    tried: list[dict[str, Any]] = []
 
-    assert (done["exit_code"], done["facts"]["pair_before"]) == (0, "ready")
+    def evicted() -> bool:
+        tried.append(node.act_json("evict", "sim-prefill-0", "sim-decode-0"))
+        return bool(tried[-1]["exit_code"] == 0)
+
+    began_ns = time.monotonic_ns()
+    wait_until(evicted, "a moment without a write between them", timeout_s=30)
+
+    done = tried[-1]
+    assert done["facts"]["pair_before"] == "ready"
     assert done["facts"]["peer"] == decode
     wait_until(lambda: state() == "ready", "the pair to be ready again", poll_s=0.1)
     await_snapshot(
@@ -323,11 +374,27 @@ def test_an_evicted_peer_is_met_afresh(node: ActingNode) -> None:
     )
 
 
-def test_a_peer_that_the_engine_does_not_know_cannot_be_evicted(quiet_node: ActingNode) -> None:
+def test_of_a_peer_that_was_never_met_nothing_is_kept_either(quiet_node: ActingNode) -> None:
     done = quiet_node.act("evict", "sim-prefill-0", "sim-decode-1")
 
-    assert done.returncode == 1
-    assert "sim-prefill-0: simulated: there is nothing to forget of that peer" in done.stderr
+    assert done.returncode == 0
+    assert "sim-prefill-0: simulated: forgotten: the next request handshakes afresh" in done.stdout
+
+
+def test_an_eviction_is_planned_as_it_is_refused_while_transfers_are_under_way(node: ActingNode) -> None:
+    """D waits for its peer's writes nearly all the time under this load."""
+    refused: list[subprocess.CompletedProcess[str]] = []
+
+    def refuses() -> bool:
+        refused.append(node.act("evict", "sim-decode-0", "sim-prefill-0"))
+        return refused[-1].returncode == 1
+
+    wait_until(refuses, "a refusal", timeout_s=30)
+
+    why = "transfers with it, or a handshake, are under way: cancel them or try again"
+    assert f"sim-decode-0: simulated: {why}" in refused[-1].stderr
+    assert f"the engine refuses it while {why}; now there" in refused[-1].stderr
+    assert "requests that this touches: 0" in refused[-1].stderr
 
 
 # Targets

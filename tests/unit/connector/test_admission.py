@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from kvtop.agents.orders import SetDraining
 from kvtop.connector import admission
 from kvtop.connector.admission import Admission, Receive, Scope, Send, set_draining
 
@@ -96,6 +98,59 @@ async def test_a_server_of_several_engines_refuses_only_when_all_of_them_drain()
 
     set_draining("e/1", draining=True)
     assert (await ask("POST", "/v1/completions")).status_code == 503
+
+
+def test_operators_are_told_what_becomes_of_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "loaded", True)
+    set_draining("e/0", draining=False)
+    set_draining("e/1", draining=False)
+    assert admission.told() == "new requests are taken"
+
+    set_draining("e/0", draining=True)
+    assert admission.told() == (
+        "new requests are still taken until the other engines of its API server drain too"
+    )
+    set_draining("e/1", draining=True)
+    assert admission.told() == "new requests get 503"
+
+    monkeypatch.setattr(admission, "loaded", False)
+    assert admission.told() == (
+        "new requests are still taken: the admission middleware is not loaded "
+        "(--middleware kvtop.connector.admission.Admission)"
+    )
+
+
+@pytest.mark.vllm
+def test_an_engine_that_was_ordered_nothing_counts_among_those_that_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With data parallelism a drain of one engine must not turn away the requests of the others."""
+    from kvtop.connector import stat_logger
+    from kvtop.connector.telemetry import Telemetry
+
+    answers: list[tuple[int, str]] = []
+    monkeypatch.setattr(admission, "loaded", True)
+    monkeypatch.setattr(stat_logger, "telemetry_for", lambda *_: Telemetry(None))
+    monkeypatch.setattr(
+        Telemetry,
+        "answer",
+        lambda _self, order_id, *, ok, message: answers.append((order_id, message)),
+    )
+    transfer = SimpleNamespace(
+        engine_id="e", kv_connector_extra_config={}, has_connector=lambda name: name == "KvtopConnector"
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    first, second = (stat_logger.KvtopStatLogger(config, index) for index in range(2))
+
+    first.telemetry.take_order(SetDraining(1, True))
+    second.telemetry.take_order(SetDraining(2, True))
+    first.telemetry.take_order(SetDraining(3, False))
+
+    assert answers == [
+        (1, "new requests are still taken until the other engines of its API server drain too"),
+        (2, "new requests get 503"),
+        (3, "new requests are still taken until the other engines of its API server drain too"),
+    ]
 
 
 async def test_what_is_not_http_passes() -> None:

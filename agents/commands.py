@@ -21,7 +21,9 @@ import msgspec
 from kvtop.agents.act import DONE, FAILED, MAX_NAME, MAX_TARGETS, Answer, Command, Outcome, OutcomeState, Plan
 from kvtop.agents.audit import AuditLog
 from kvtop.agents.errand import Errand, checked
+from kvtop.agents.refusals import Refusals
 from kvtop.agents.scene import Forbidden, Misnamed, Scene, Unfit
+from kvtop.agents.text import plural
 from kvtop.agents.verb_cancel import Cancel
 from kvtop.agents.verb_drain import Drain, Undrain
 from kvtop.agents.verb_evict import Evict
@@ -38,6 +40,8 @@ VERBS: Final[Mapping[str, type[Errand]]] = {
     "evict": Evict,
 }
 KEYS_KEPT: Final = 1000
+SHORT: Final = 64
+"""Most characters of a name in the record of a client that may only look."""
 RUNS_AT_ONCE: Final = 64
 ANSWERS_KEPT: Final = 64
 """Of one command; a client that reads too slowly misses progress, never the plan or the outcome."""
@@ -90,9 +94,13 @@ class Commands:
         self._scene, self._audit, self._agent_started_ns = scene, audit, agent_started_ns
         self._by_key: OrderedDict[tuple[Who, str], Run] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refusals = Refusals(self._summarize)
 
     async def answers(self, command: Command, who: Who) -> AsyncIterator[Answer]:
         """Run a command, or join the one that runs or ran under its key; yield its answers."""
+        if who.socket != "operate":
+            yield self._turned_away(command, who)
+            return
         memory = (replace(who, ssh_address=""), command.key)  # a retry may come from another port
         remembered = 0 < len(command.key) <= MAX_NAME and not command.dry_run
         known = self._by_key.get(memory) if remembered else None
@@ -130,6 +138,35 @@ class Commands:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._refusals.close()
+
+    def _turned_away(self, command: Command, who: Who) -> Outcome:
+        """Refuse a client that may only look: it takes no place, no key, and little of the record."""
+        why = Forbidden("the view socket only looks: connect to operate.sock to act")
+        outcome = _unfit(command, why)
+        if not self._refusals.recorded(who):
+            problem = "too many refusals of this client in one minute: they are recorded by their number"
+            return msgspec.structs.replace(outcome, audited=False, audit_problem=problem)
+        short = msgspec.structs.replace(
+            command,
+            verb=command.verb[:SHORT],
+            targets=[target[:SHORT] for target in command.targets[:1]],
+            arguments={},
+            source=command.source[:SHORT],
+            key=command.key[:SHORT],
+        )
+        problem = self._record("ended", short, who, outcome)
+        return msgspec.structs.replace(outcome, audited=not problem, audit_problem=problem)
+
+    def _summarize(self, who: Who, count: int) -> None:
+        """Record how many refusals were not recorded one by one."""
+        record = {
+            **_of_whom("refused-more", who),
+            "message": f"{plural(count, 'more command was', 'more commands were')} refused within a minute",
+            "count": count,
+        }
+        if problem := self._audit.write(record):
+            logger.warning("%d refusals were not recorded: %s", count, problem)
 
     async def _conduct(self, run: Run, who: Who, *, crowded: bool) -> None:
         """Check, plan, do and record one command."""
@@ -152,8 +189,6 @@ class Commands:
 
     async def _carry_out(self, run: Run, who: Who) -> Outcome:
         command = run.command
-        if who.socket != "operate":
-            raise Forbidden("the view socket only looks: connect to operate.sock to act")
         errand = self._understand(command)
         run.say(msgspec.structs.replace(errand.plan(), agent_started_ns=self._agent_started_ns))
         if command.dry_run:
@@ -183,13 +218,8 @@ class Commands:
         who: Who,
         outcome: Outcome | None,
     ) -> str:
-        record: dict[str, Any] = {
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "event": event,
-            "uid": who.uid,
-            "ssh_key": who.ssh_key or None,
-            "ssh_from": who.ssh_address or None,
-            "socket": who.socket,
+        record = {
+            **_of_whom(event, who),
             "source": command.source[:MAX_NAME],
             "verb": command.verb[:MAX_NAME],
             "targets": [target[:MAX_NAME] for target in command.targets[:MAX_TARGETS]],
@@ -213,6 +243,18 @@ class Commands:
         if problem:
             logger.warning("the command %s was not recorded: %s", command.verb, problem)
         return problem
+
+
+def _of_whom(event: str, who: Who) -> dict[str, Any]:
+    """Return how each record begins: when, what kind, and who."""
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "event": event,
+        "uid": who.uid,
+        "ssh_key": who.ssh_key or None,
+        "ssh_from": who.ssh_address or None,
+        "socket": who.socket,
+    }
 
 
 def _same(one: Command, other: Command) -> bool:

@@ -20,7 +20,7 @@ import psutil
 
 from kvtop.agents.client import connect_unix
 from kvtop.agents.events import EngineHello
-from kvtop.agents.model import ClientHello, Snapshot
+from kvtop.agents.model import AGENT_MESSAGE, ClientHello, Snapshot
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import HEADER, WIRE_VERSION, Clock, encode_frame
@@ -150,6 +150,16 @@ def send_raw(path: Path, *parts: bytes, timeout_s: float = 10.0) -> bytes:
             while received := connection.recv(1 << 16):
                 answer += received
         return answer
+
+
+def messages_in(raw: bytes) -> list[Any]:
+    """Return the messages in what an agent has sent, its welcome first."""
+    messages = []
+    while raw:
+        (length,) = HEADER.unpack(raw[: HEADER.size])
+        messages.append(AGENT_MESSAGE.decode(raw[HEADER.size : HEADER.size + length]))
+        raw = raw[HEADER.size + length :]
+    return messages
 
 
 def frame(body: bytes) -> bytes:

@@ -20,11 +20,10 @@ from kvtop.agents.act import Answer, Command, Outcome, Plan
 from kvtop.agents.client import AgentConnection, connect_unix
 from kvtop.agents.commands import RUNS_AT_ONCE, VERBS
 from kvtop.agents.events import InstanceReport, OrderAnswer
-from kvtop.agents.model import AGENT_MESSAGE
 from kvtop.agents.orders import ORDER_KINDS, Order
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
-from kvtop.agents.wire import HEADER, Refusal, encode_frame
+from kvtop.agents.wire import Refusal, encode_frame
 from tests.support.acting import AGENT_CLI, ActingNode, acting_node
 from tests.support.agent import (
     agent_log,
@@ -33,6 +32,7 @@ from tests.support.agent import (
     client_hello,
     frame,
     hello,
+    messages_in,
     reporting,
     running_agent,
     runtime_folder,
@@ -52,12 +52,7 @@ def node() -> Iterator[ActingNode]:
 
 def answers_in(raw: bytes) -> list[Any]:
     """The messages of an agent, its welcome left out."""
-    messages = []
-    while raw:
-        (length,) = HEADER.unpack(raw[: HEADER.size])
-        messages.append(AGENT_MESSAGE.decode(raw[HEADER.size : HEADER.size + length]))
-        raw = raw[HEADER.size + length :]
-    return messages[1:]
+    return messages_in(raw)[1:]
 
 
 def ask(node: ActingNode, *commands: Command, door: str = "operate") -> list[Any]:

@@ -101,6 +101,7 @@ def run(
 ) -> None:
     """Run an agent in the foreground until it is told to end."""
     from kvtop.agents.audit import AuditLog  # noqa: PLC0415 - only this command needs it
+    from kvtop.agents.own_log import keep_small  # noqa: PLC0415
     from kvtop.agents.process import SshOptions, serve, sole_agent  # noqa: PLC0415
     from kvtop.agents.server import Agent  # noqa: PLC0415
 
@@ -118,6 +119,7 @@ def run(
             if holder is not None:
                 click.echo(f"an agent serves {paths.folder} already (pid {holder})", err=True)
                 return
+            keep_small(paths.log)
             agent = Agent(finished_kept=finished, audit=AuditLog(paths.audit))
             asyncio.run(serve(agent, paths, ssh, exit_when_idle))
     except (RuntimeFolderError, OSError, ValueError) as error:

@@ -11,7 +11,7 @@ _BLOCKERS: Final[Mapping[str, tuple[str, str]]] = {
     "reads": ("read", "reads"),
     "leases": ("lease", "leases"),
     "registrations": ("registration", "registrations"),
-    "quarantine": ("transfer in quarantine", "transfers in quarantine"),
+    "quarantine": ("in quarantine", "in quarantine"),
 }
 """What one and several of each `kvtop.agents.events.Blocker` are called."""
 
@@ -43,7 +43,7 @@ def counted(blockers: Mapping[str, int]) -> str:
     """Return what keeps an instance from being drained as one text; empty where nothing does.
 
     >>> counted({"writes": 2, "leases": 1, "quarantine": 1})
-    '2 writes, 1 lease, 1 transfer in quarantine'
+    '2 writes, 1 lease, 1 in quarantine'
     """
     return ", ".join(
         plural(count, *_BLOCKERS.get(blocker, (blocker, blocker))) for blocker, count in blockers.items()

@@ -110,6 +110,9 @@ def span(row: FleetRow, now: Moment) -> tuple[Cell, ...] | None:
     if row.remark is not None:
         return _remark_line(row.remark, row.node, now)
     state, since = row.instance.state, row.instance.state_since_ns
+    if state == "draining":  # what is left must fit on a small screen
+        told = f"  └ draining for {fmt.age(row.node.age_s(since, now))}; {row.instance.state_reason}"
+        return (Cell(told, STATE_MARKS[state].tone),)
     why = f": {row.instance.state_reason}" if row.instance.state_reason else ""
     when = f"{fmt.clock_time(row.node.wall_s(since))} ({fmt.age(row.node.age_s(since, now))} ago)"
     return (Cell(f"  └ {state} since {when}{why}", STATE_MARKS[state].tone),)

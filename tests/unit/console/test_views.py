@@ -76,7 +76,7 @@ def test_a_draining_instance_says_what_is_left_and_a_drained_one_that_nothing_is
     lines = fleet_lines(FleetState([node("p01", [draining, instance("prefill-1", state="drained")])]))
     at = lines.index(only(lines, "prefill-0"))
     assert "◔ draining" in lines[at]
-    assert "left: 2 leases, 1 write" in lines[at + 1]
+    assert lines[at + 1] == "  └ draining for 1m00s; left: 2 leases, 1 write"
     assert "○ drained" in lines[at + 2]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from kvtop.agents.model import Instance, Snapshot
+from kvtop.agents.model import LIVE_STAGES, Instance, Snapshot, Transfer
 from kvtop.agents.runtime import RuntimePaths
 from tests.support.agent import await_snapshot, running_agent, snapshot
 
@@ -96,3 +96,8 @@ def _serving(seen: Snapshot, count: int) -> bool:
 def lines_of(outcome: subprocess.CompletedProcess[str]) -> Sequence[str]:
     """What a command told people, line by line."""
     return outcome.stderr.splitlines()
+
+
+def live(seen: Snapshot) -> list[Transfer]:
+    """The transfers under way."""
+    return [row for row in seen.transfers if row.stage in LIVE_STAGES]

@@ -88,6 +88,7 @@ def test_a_drain_under_load_ends_and_requests_are_served_without_a_transfer(
 
     assert (drained["state"], undrained["state"]) == ("done", "done"), drained["message"]
     assert drained["targets"][0]["after"]["state"] == "drained"
+    assert "; new requests are still taken: the admission middleware is not loaded (" in drained["message"]
     assert moved == []
     assert outputs == complete_all(aggregated.url, asked)
     assert without == complete_all(aggregated.url, later)

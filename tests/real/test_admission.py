@@ -31,8 +31,9 @@ def test_a_draining_decode_finishes_what_it_took_and_takes_no_more(
         chunks = accepted.iter_lines()
         assert next(chunks).startswith("data: ")
 
-        _act(pair, "drain", decode.name)
+        told = _act(pair, "drain", decode.name)
 
+        assert told.endswith("; new requests get 503")
         assert httpx.get(f"{decode.url}/kvtop/ready").status_code == 503
         refused = httpx.post(f"{decode.url}/v1/completions", json=body)
         assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
@@ -47,6 +48,7 @@ def test_a_draining_decode_finishes_what_it_took_and_takes_no_more(
     assert complete(pair.url, prompt) == complete(aggregated.url, prompt)
 
 
-def _act(pair: RunningPair, verb: str, name: str) -> None:
+def _act(pair: RunningPair, verb: str, name: str) -> str:
     outcome = asyncio.run(act(pair, Command(verb=verb, targets=[name], force=True)))
     assert outcome.state == "done", outcome.message
+    return outcome.message

@@ -57,7 +57,12 @@ class Control:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something that only a step of the engine does."""
+        """Whether the engine must step although no request is scheduled."""
+        return self.is_urgent or bool(self._inbound.quarantine)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether something waits for the very next step."""
         return not self._orders.empty() or bool(self._tasks)
 
     def refuse(self, request_id: str, error_class: ErrorClass, reason: str) -> None:

@@ -109,10 +109,19 @@ class EngineCoreLoop:
         if self._core is not None:
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    @property
-    def can_rest(self) -> bool:
-        """Whether the engine waits at its queue when it has no work; one that shuts down would end."""
-        return self._core is not None and bool(self._core.is_running())
+    def rest(self, timeout_s: float) -> None:
+        """Wait until something comes in, at most so long, unless a request is under way. On its thread."""
+        core = self._core
+        if (
+            core is None
+            or core.engines_running
+            or core.batch_queue
+            or core.scheduler.has_unfinished_requests()
+        ):
+            return
+        with core.input_queue.not_empty:
+            if not core.input_queue.queue:
+                core.input_queue.not_empty.wait(timeout_s)
 
 
 def finished_normally(request: Any) -> bool:

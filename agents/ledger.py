@@ -21,6 +21,8 @@ COMPLETION_GRACE_S: Final = 5.0
 _OVER_FOR_ONE_SIDE: Final = frozenset({"received", "released"})
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 _OTHER: Final[dict[Side, Side]] = {"prefill": "decode", "decode": "prefill"}
+RequestKey = tuple[str, Side, str]
+"""Engine, its side, and its request id: an engine that computes a prompt may itself read KV for it."""
 
 
 def base_request_id(request_id: str) -> str:
@@ -32,6 +34,10 @@ def base_request_id(request_id: str) -> str:
     'cmpl-abc-0'
     """
     return _SUFFIX.sub("", request_id)
+
+
+def _peer_of(event: TransferEvent) -> RequestKey:
+    return (str(event.peer_engine_id), _OTHER[event.side], str(event.peer_request_id))
 
 
 class Tally:
@@ -74,7 +80,7 @@ class Ledger:
         self._rows: OrderedDict[int, Row] = OrderedDict()  # in order of change
         self._finished: OrderedDict[int, None] = OrderedDict()
         self._forgotten: deque[tuple[int, int]] = deque(maxlen=4 * finished_kept)
-        self._by_request: dict[tuple[str, str], int] = {}
+        self._by_request: dict[RequestKey, int] = {}
         self._waiting: dict[tuple[Side, str], int] = {}  # rows that only the other side has reported
         self._overdue: dict[int, int] = {}  # rows that are over for one side, and since when
         self._next_id = 1
@@ -174,9 +180,9 @@ class Ledger:
 
     def _find(self, engine_id: str, event: TransferEvent) -> Row:
         """Return the row that an event belongs to, making one if there is none."""
-        known = self._by_request.get((engine_id, event.request_id))
+        known = self._by_request.get((engine_id, event.side, event.request_id))
         if known is None and event.peer_engine_id and event.peer_request_id:
-            known = self._by_request.get((event.peer_engine_id, event.peer_request_id))
+            known = self._by_request.get(_peer_of(event))
         if known is None:
             known = self._waiting.get((event.side, base_request_id(event.request_id)))
         if known is not None and self._rows[known].may_be(event.side, engine_id, event.request_id):
@@ -190,7 +196,7 @@ class Ledger:
         """Merge the peer's row into this one where an event names a peer that has a row of its own."""
         if not (event.peer_engine_id and event.peer_request_id):
             return row
-        other_id = self._by_request.get((event.peer_engine_id, event.peer_request_id), row.id)
+        other_id = self._by_request.get(_peer_of(event), row.id)
         if other_id == row.id:
             return row
         older, younger = sorted((row, self._rows[other_id]), key=lambda each: each.id)
@@ -207,7 +213,7 @@ class Ledger:
         return older
 
     def _index(self, row: Row, engine_id: str, event: TransferEvent) -> None:
-        key = (engine_id, event.request_id)
+        key: RequestKey = (engine_id, event.side, event.request_id)
         self._by_request[key] = row.id
         row.keys.add(key)
         base = base_request_id(event.request_id)

@@ -49,7 +49,7 @@ class Row:
         self.announced = False
         self.simulated = False
         self.completed_unseen = False
-        self.keys: set[tuple[str, str]] = set()
+        self.keys: set[tuple[str, Side, str]] = set()
         self.waits_for: set[tuple[Side, str]] = set()
         self.stage: Stage = "queued"
         self.times_ns: dict[Stage | Mark, int] = {}

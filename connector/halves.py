@@ -147,7 +147,12 @@ class PullHalf(NixlPullConnector):
 
 
 class PushScheduler(NixlPushConnectorScheduler):
-    """Upstream's, with a handshake listener that no message can end."""
+    """Upstream's, with a handshake listener that no message can end.
+
+    It refuses to be built where KV is read back from D; here the pull half does that (`reuse`).
+    """
+
+    is_bidirectional_kv_xfer_enabled = property(lambda _self: False, lambda _self, _value: None)
 
     @staticmethod
     def _nixl_handshake_listener(*args: Any) -> None:

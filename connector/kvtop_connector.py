@@ -27,7 +27,8 @@ from kvtop.connector.halves import (
     worker_halves,
 )
 from kvtop.connector.inbound import Inbound
-from kvtop.connector.params import BadParameter, check
+from kvtop.connector.params import BadParameter, check, check_peer
+from kvtop.connector.reuse import fitting, reads_back
 from kvtop.connector.routing import Router
 from kvtop.connector.telemetry import Telemetry, telemetry_for
 from kvtop.connector.upstream import (
@@ -69,10 +70,13 @@ class KvtopConnector(NixlBaseConnector):
         self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
         self.router = Router(self.settings.mode)
         self.groups = kv_cache_config.transfer_groups
+        self.block_size = int(vllm_config.cache_config.block_size)
         if role == KVConnectorRole.SCHEDULER:
             self.push, self.pull = scheduler_halves(vllm_config, kv_cache_config, self.settings)
             ranks = vllm_config.parallel_config.world_size
             self.inbound = Inbound(deadline_s=self.settings.deadline_s, ranks=ranks)
+            puller = self.pull.connector_scheduler
+            self.reuses = bool(puller.is_bidirectional_kv_xfer_enabled and not puller.use_host_buffer)
             self.loop = EngineCoreLoop()
             self.control = Control(self.router, self.inbound, self.telemetry, self.loop.wake, ranks=ranks)
         else:
@@ -98,13 +102,14 @@ class KvtopConnector(NixlBaseConnector):
         if request.kv_transfer_params is not None:
             self._check(request)
         self._half(request).on_new_request(request)
-        if _receives(request):
+        if _receives(request) or reads_back(request.kv_transfer_params):
             self._report(request, "decode", "queued")
 
     def _check(self, request: Request) -> None:
         """Have a request whose parameters cannot be obeyed computed here."""
         try:
             request.kv_transfer_params = check(request.kv_transfer_params, len(self.groups), self.engine_id)
+            self._check_reuse(request)
         except BadParameter as error:
             logger.warning("%s: %s; the request is computed locally", request.request_id, error)
             sends = isinstance(request.kv_transfer_params, dict) and request.kv_transfer_params.get(
@@ -116,6 +121,22 @@ class KvtopConnector(NixlBaseConnector):
                 side, request.request_id, "failed", None, error_class="parameters", error=str(error)
             )
 
+    def _check_reuse(self, request: Request) -> None:
+        """Let a request on P read back only what it can; the rest is computed here."""
+        params = request.kv_transfer_params
+        if not reads_back(params):
+            return
+        blocks: list[list[int]] = []
+        if self.reuses and not self.control.draining:
+            try:
+                check_peer(params, self.engine_id)
+            except BadParameter as error:
+                logger.warning("%s: %s; nothing is read back", request.request_id, error)
+            else:
+                held, wanted = params.get("remote_num_tokens") or 0, request.num_prompt_tokens
+                blocks = fitting(params["remote_block_ids"], held, wanted, self.block_size)
+        params["remote_block_ids"] = blocks
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -123,17 +144,20 @@ class KvtopConnector(NixlBaseConnector):
         if self.control.draining and _receives(request):
             self._decline(request, "D drains")
             return 0, False
-        answer: tuple[int | None, bool] = self._half(request).get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
+        half = self.pull if reads_back(request.kv_transfer_params) else self._half(request)
+        answer: tuple[int | None, bool] = half.get_num_new_matched_tokens(request, num_computed_tokens)
         return answer
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         """Tell the request's half which blocks it got."""
         receives = _receives(request)
+        direction = self.router.direction(request.request_id, request.kv_transfer_params)
+        if reads_back(request.kv_transfer_params):
+            receives, direction = True, "pull"
+            self.pull.update_state_after_alloc(request, blocks, num_external_tokens)
+            self.pull.connector_scheduler._reqs_in_batch.discard(request.request_id)  # push holds it
         self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
         if receives and num_external_tokens > 0:
-            direction = self.router.direction(request.request_id, request.kv_transfer_params)
             self.inbound.expect(request.request_id, direction, _written_to(blocks))
             self._report(request, "decode", "allocated")
         elif receives:
@@ -159,6 +183,7 @@ class KvtopConnector(NixlBaseConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = request.request_id
+        self._stop_waiting(request)
         if self.control.draining and finished_normally(request):
             self.control.refuse(request_id, "cancel", DRAINING_REASON)
             self.push.connector_scheduler._reqs_not_processed.add(request_id)
@@ -192,12 +217,40 @@ class KvtopConnector(NixlBaseConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         if _receives(request):  # it ended before its blocks were allocated
             self._decline(request, "the request ended on D before its KV was asked for")
-        elif self.control.give_up(request.request_id, "cancel", "the request ended on D before its KV came"):
-            self._report(request, "decode", "cancelled", error_class="cancel", error="the request ended on D")
-        answer: tuple[bool, dict[str, Any] | None] = self._half(request).request_finished_all_groups(
-            request, block_ids
-        )
+        else:
+            self._stop_waiting(request)
+        answer: tuple[bool, dict[str, Any] | None] = False, None
+        if self.router.known(request.request_id) == "push":
+            answer = self.push.request_finished_all_groups(request, block_ids)
+        if self.reuses and self.control.draining:
+            self.pull.connector_scheduler._stop_heartbeat(request.request_id)
+        elif self.reuses or self.router.known(request.request_id) == "pull":
+            answer = self.pull.request_finished_all_groups(request, block_ids)
+        if answer[0] and answer[1] is not None:
+            self._hold_for_reuse(request, block_ids, answer[1])
         return answer
+
+    def _hold_for_reuse(
+        self, request: Request, block_ids: tuple[list[int], ...], answer: dict[str, Any]
+    ) -> None:
+        """Keep on D what it has computed, for the prefill of the next turn, whatever way that hands over."""
+        scheduler = self.pull.connector_scheduler
+        scheduler._reqs_in_batch.add(request.request_id)
+        self.control.held[request.request_id] = "pull"
+        del answer["transfer_mode"]
+        self.telemetry.step(
+            "prefill",
+            request.request_id,
+            "queued",
+            "pull",
+            blocks=sum(len(group) for group in block_ids),
+            lease_s=float(scheduler.decoder_kv_blocks_ttl),
+        )
+
+    def _stop_waiting(self, request: Request) -> None:
+        """Want no KV any more for a request that has ended while it waited."""
+        if self.control.give_up(request.request_id, "cancel", "the request ended before its KV came"):
+            self._report(request, "decode", "cancelled", error_class="cancel", error="the request ended")
 
     def _decline(self, request: Request, reason: str) -> None:
         """D computes locally what P holds: tell P, which frees its blocks."""
@@ -216,6 +269,7 @@ class KvtopConnector(NixlBaseConnector):
         params = request.kv_transfer_params or {}
         direction = self.router.direction(request.request_id, params)
         if side == "decode":
+            direction = "pull" if params.get("do_remote_decode") else direction
             facts["peer_request_id"] = _text(params.get("remote_request_id"))
             facts["peer_engine_id"] = _text(params.get("remote_engine_id"))
         self.telemetry.step(side, request.request_id, step, direction, **facts)
@@ -244,7 +298,8 @@ class KvtopConnector(NixlBaseConnector):
         """Tell both halves what the workers finished, and report it."""
         self.control.hear(connector_output.kv_connector_worker_meta)
         for request_id in connector_output.finished_recving or ():
-            direction = self.router.known(request_id)
+            awaited = self.inbound.awaited.get(request_id)
+            direction = awaited.direction if awaited else None
             if request_id not in connector_output.failed_recving:
                 self.inbound.arrived(request_id)
                 self.telemetry.step("decode", request_id, "received", direction)

@@ -105,14 +105,15 @@ def check(params: object, groups: int, engine_id: str = "") -> dict[str, Any]:
     if receives and sends:
         raise BadParameter("do_remote_prefill", "false where do_remote_decode is true", True)
     if receives:
-        _check_peer(params, engine_id)
+        check_peer(params, engine_id)
     return {field: value for field, value in params.items() if value is not None or field not in _NEVER_NULL}
 
 
-def _check_peer(params: Mapping[str, Any], engine_id: str) -> None:
+def check_peer(params: Mapping[str, Any], engine_id: str) -> None:
+    """Raise BadParameter unless the parameters name a peer whose KV can be had."""
     for field in _PEER:
         if params.get(field) is None:
-            raise BadParameter(field, "given with do_remote_prefill", None)
+            raise BadParameter(field, "given with a peer's KV", None)
     if params["remote_engine_id"] == engine_id:
         raise BadParameter("remote_engine_id", "another engine's", engine_id)
 

@@ -40,6 +40,8 @@ LEASE_S = 6
 """Of the "impatient" pair: how long D waits for KV, and how long P holds it."""
 SHORT_LEASE_S = 3
 """Of the "relayed" pair."""
+REUSE_S = 20
+"""Of the "reuse" pair: how long D keeps its KV for another turn."""
 DAMAGE_FILE = "damage"
 DAMAGE_WHILE = "KVTOP_TEST_DAMAGE_WHILE"
 """The variable that tells `tests.support.corrupting`, which runs inside the engine, of that file."""
@@ -61,6 +63,11 @@ CONNECTORS: Mapping[str, Connector] = {
         "tests.support.two_ranks",
         _IMPATIENT,
         arguments=("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"),
+    ),
+    "kvtop-reuse": Connector(
+        "KvtopConnector",
+        "kvtop.connector",
+        {"kvtop_mode": "push", "bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": REUSE_S},
     ),
     "kvtop-failing": Connector(
         "KvtopConnector",
@@ -87,6 +94,13 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Turn(Prompt):
+    """A prompt given as tokens: what a model answered need be no text."""
+
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class NixlCounters:
     """vLLM's own `vllm:nixl_*` counters, summed over a pair: each transfer counts on its initiator."""
 
@@ -109,7 +123,7 @@ def complete(url: str, prompt: Prompt) -> Completion:
     """Have one prompt completed, greedily; a failed request fails the test with the server's answer."""
     body = {
         "model": MODEL_NAME,
-        "prompt": prompt.text,
+        "prompt": input_of(prompt),
         "max_tokens": prompt.max_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -119,6 +133,11 @@ def complete(url: str, prompt: Prompt) -> Completion:
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]
     return Completion(tuple(choice["token_ids"]), choice["text"])
+
+
+def input_of(prompt: Prompt) -> str | list[int]:
+    """Return a prompt as vLLM's API takes it."""
+    return list(prompt.token_ids) if isinstance(prompt, Turn) else prompt.text
 
 
 def complete_all(url: str, prompts: Sequence[Prompt], *, in_flight: int = 1) -> list[Completion]:

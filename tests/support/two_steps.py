@@ -10,7 +10,7 @@ import httpx
 
 from kvtop.console.demo.load import Prompt
 from kvtop.console.demo.servers import MODEL_NAME, Server
-from tests.support.pair import REQUEST_TIMEOUT_S, Completion
+from tests.support.pair import REQUEST_TIMEOUT_S, Completion, Turn, input_of
 
 _NO_PEER = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
@@ -38,8 +38,19 @@ def prefill(server: Server, prompt: Prompt, **params: Any) -> Handed:
 
 def decode(server: Server, handed: Handed) -> Completion:
     """Have D complete a prompt with the KV that P holds."""
-    choice = _post(server, handed, max_tokens=handed.prompt.max_tokens)["choices"][0]
-    return Completion(tuple(choice["token_ids"]), choice["text"])
+    return decode_and_keep(server, handed)[0]
+
+
+def decode_and_keep(server: Server, handed: Handed) -> tuple[Completion, dict[str, Any]]:
+    """Have D complete a prompt; return also what it tells about the KV that it keeps for another turn."""
+    answer = _post(server, handed, max_tokens=handed.prompt.max_tokens)
+    choice = answer["choices"][0]
+    return Completion(tuple(choice["token_ids"]), choice["text"]), answer.get("kv_transfer_params") or {}
+
+
+def next_turn(so_far: Turn, answer: Completion, more: Turn) -> Turn:
+    """Return the conversation with an answer and what comes after it."""
+    return Turn("", more.max_tokens, (*so_far.token_ids, *answer.token_ids, *more.token_ids))
 
 
 def decode_and_leave(server: Server, handed: Handed, *, after_s: float) -> None:
@@ -56,7 +67,7 @@ def _post(
 ) -> dict[str, Any]:
     body = {
         "model": MODEL_NAME,
-        "prompt": handed.prompt.text,
+        "prompt": input_of(handed.prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,

@@ -35,6 +35,11 @@ class Settings:
     progress_delay_us: int | None = None
     """How long NIXL's progress thread sleeps between polls, µs; 0 makes it spin. By default 10000 on
     CPU, where cores are few, and upstream's setting elsewhere."""
+    scatter_gather: bool = False
+    """Whether NIXL hands all descriptors of a write to UCX at once (`NIXL_UCX_SGL_ENABLE`); an environment
+    that sets this variable wins. False leaves it to NIXL, whose default is one call a descriptor. Thousands
+    of small descriptors gain over tcp, and nothing does over cma (`make bench`). UCX is reported to refuse
+    such writes where none of its lanes has enough bandwidth: https://github.com/openucx/ucx/pull/11943."""
     deadline_s: float = 60.0
     """How long a decode request waits for its KV after its blocks are allocated, in seconds; then it goes on
     without (`kv_load_failure_policy` says how)."""
@@ -71,6 +76,7 @@ def _check(key: str, value: object) -> None:
         "name": ("a non-empty text", isinstance(value, str) and bool(value.strip())),
         "pull_port_offset": ("a whole number from 1 to 10000", _whole(value, 1, 10_000)),
         "progress_delay_us": ("a whole number of µs from 0 to 1000000", _whole(value, 0, 1_000_000)),
+        "scatter_gather": ("true or false", isinstance(value, bool)),
         "deadline_s": ("a number of seconds from 0.1 to 86400", _number(value, 0.1, 86_400)),
         "runtime_dir": ("the path of a folder", isinstance(value, str) and bool(value)),
         "report": ("true or false", isinstance(value, bool)),

@@ -203,7 +203,13 @@ def worker_halves(
         nonlocal shared
         if shared is None:
             del name  # upstream's random one would not tell peers who understands kvtop's messages
-            shared = SharedNixlAgent(open_nixl_agent(new_agent_name(), config, progress_delay_us(settings)))
+            agent = open_nixl_agent(
+                new_agent_name(),
+                config,
+                progress_delay_us(settings),
+                scatter_gather=settings.scatter_gather,
+            )
+            shared = SharedNixlAgent(agent)
         return shared.half(opening)
 
     args = (vllm_config, vllm_config.kv_transfer_config.engine_id, kv_cache_config)

@@ -139,7 +139,40 @@ def side_channel() -> tuple[str, int]:
     return envs.VLLM_NIXL_SIDE_CHANNEL_HOST, int(envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
 
 
-def open_nixl_agent(name: str, config: Any, progress_delay_us: int | None) -> Any:
+def open_nixl_agent(
+    name: str, config: Any, progress_delay_us: int | None, *, scatter_gather: bool = False
+) -> Any:
+    """Create a NIXL agent as vLLM does, but for two settings that NIXL offers no argument for.
+
+    Args:
+        name: the agent's name.
+        config: NIXL's `nixl_agent_config`.
+        progress_delay_us: how long its progress thread sleeps between polls; None keeps upstream's setting.
+        scatter_gather: whether writes hand UCX all their descriptors at once, unless the environment says.
+    """
+    with _variable(SCATTER_GATHER, "y" if scatter_gather else None):
+        return _open_with_delay(name, config, progress_delay_us)
+
+
+SCATTER_GATHER: Final = "NIXL_UCX_SGL_ENABLE"
+"""Read when NIXL creates an agent's UCX backend (`nixlUcxEngine`, src/plugins/ucx/ucx_backend.cpp); off by
+default there. It is for writes only: https://github.com/ai-dynamo/nixl/pull/1835."""
+
+
+@contextmanager
+def _variable(name: str, value: str | None) -> Iterator[None]:
+    """While in force, an environment variable has this value, unless it is set or the value is None."""
+    if value is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _open_with_delay(name: str, config: Any, progress_delay_us: int | None) -> Any:
     """Create a NIXL agent whose progress thread sleeps `progress_delay_us` between polls.
 
     NIXL 1.5.1's Python API fixes `pthrDelay = 0` in `nixl_agent.__init__`, which makes the thread spin a

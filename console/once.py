@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvtop.agents.model import SCHEMA_VERSION, Snapshot
+from kvtop.agents.model import SCHEMA_VERSION, Snapshot, Transfer
 from kvtop.console.clock import Moment, SystemClock
 from kvtop.console.fleet.conversation import Dial, DialOptions
 from kvtop.console.fleet.dial import dialler
@@ -19,7 +19,7 @@ from kvtop.console.fleet.targets import Target
 from kvtop.console.views import fleet_columns, transfer_columns
 from kvtop.console.views.fleet_rows import fleet_rows, no_engine_text
 from kvtop.console.views.table import plain_lines
-from kvtop.console.views.transfer_rows import transfer_rows
+from kvtop.console.views.transfer_rows import descriptors_per_block, post_share, transfer_rows
 
 CONCURRENT = 64
 """How many targets are asked at the same time."""
@@ -79,8 +79,14 @@ def _as_dict(answer: Answer) -> dict[str, Any]:
         "target": answer.target,
         "node": answer.node,
         "instances": answer.instances,
-        "transfers": list(answer.transfers.values()),
+        "transfers": [_with_ratios(transfer) for transfer in answer.transfers.values()],
     }
+
+
+def _with_ratios(transfer: Transfer) -> dict[str, Any]:
+    """Return a transfer's fields, and what the console derives from them."""
+    ratios = {"descriptors_per_block": descriptors_per_block(transfer), "post_share": post_share(transfer)}
+    return {**msgspec.structs.asdict(transfer), **ratios}
 
 
 def as_text(what: str, answers: Sequence[Answer]) -> str:

@@ -42,6 +42,7 @@ def _facts(row: TransferRow, now: Moment) -> Iterator[tuple[Cell, ...]]:
     yield _fact("ranks", Cell(f"{transfer.ranks_done} of {expected} done"))
     yield _fact("payload", Cell(_payload(transfer)))
     yield _fact("NIXL time", Cell(_nixl(transfer)))
+    yield _fact("fragments", Cell(_fragments(transfer)))
 
 
 def _fact(label: str, *cells: Cell) -> tuple[Cell, ...]:
@@ -74,6 +75,11 @@ def _nixl(transfer: Transfer) -> str:
     rate = fmt.size(rows.rate_bytes_per_s(transfer))
     post, wire = fmt.microseconds(transfer.post_us), fmt.microseconds(transfer.wire_us)
     return f"post {post}, transfer {wire}, {rate}/s (slowest rank; bytes of all ranks)"
+
+
+def _fragments(transfer: Transfer) -> str:
+    pieces = fmt.ratio(rows.descriptors_per_block(transfer))
+    return f"{pieces} descriptors per block, post/wire {fmt.share(rows.post_share(transfer))}"
 
 
 def waterfall(row: TransferRow, now: Moment, width: int) -> list[tuple[Cell, ...]]:

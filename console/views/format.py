@@ -42,6 +42,15 @@ def _si(value: float) -> str:
     return f"{value:.{digits}f}{_SI[step]}"
 
 
+def ratio(value: float | None) -> str:
+    """Return how many of one there are to one of another, with three digits.
+
+    >>> ratio(3.8333), ratio(0.1667), ratio(160), ratio(None)
+    ('3.83', '0.17', '160', '–')
+    """
+    return UNKNOWN if value is None else _three(value)
+
+
 def share(value: float | None) -> str:
     """Return a share between 0 and 1 as per cent.
 

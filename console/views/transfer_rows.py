@@ -177,6 +177,24 @@ def rate_bytes_per_s(transfer: Transfer) -> float | None:
     return transfer.bytes / (transfer.wire_us / 1e6)
 
 
+def descriptors_per_block(transfer: Transfer) -> float | None:
+    """Return into how many pieces NIXL had to cut each KV block, None unless known.
+
+    Each layer of a block is a piece, and runs of neighbouring blocks are merged: below the number of layers,
+    blocks lay together. With several ranks the pieces of all of them count.
+    """
+    if transfer.descriptors is None or not transfer.blocks:
+        return None
+    return transfer.descriptors / transfer.blocks
+
+
+def post_share(transfer: Transfer) -> float | None:
+    """Return which share of NIXL's transfer time was spent on posting the descriptors, None unless known."""
+    if transfer.post_us is None or not transfer.wire_us:
+        return None
+    return transfer.post_us / transfer.wire_us
+
+
 def endpoints(transfer: Transfer) -> str:
     """Return `P→D` by the instances' names."""
     prefill = transfer.prefill.name if transfer.prefill else fmt.UNKNOWN

@@ -56,6 +56,12 @@ CONNECTORS: Mapping[str, Connector] = {
     "kvtop-push-spinning": Connector(
         "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push", "kvtop_progress_delay_us": 0}
     ),
+    "kvtop-small-cache": Connector(
+        "KvtopConnector",
+        "kvtop.connector",
+        {"kvtop_mode": "push"},
+        arguments=("--num-gpu-blocks-override", "128"),
+    ),
     "kvtop-impatient": Connector("KvtopConnector", "kvtop.connector", _IMPATIENT),
     "kvtop-one-rank": Connector("TwoRanksConnector", "tests.support.two_ranks", _IMPATIENT),
     "kvtop-two-ranks": Connector(

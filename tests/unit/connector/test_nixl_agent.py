@@ -5,6 +5,9 @@ Runs on real NIXL agents (DRAM, UCX over loopback).
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,10 +24,11 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.vllm
 
 
-def _agent(progress_delay_us: int | None = 1000) -> Any:
+def _agent(progress_delay_us: int | None = 1000, *, scatter_gather: bool = False) -> Any:
     from nixl._api import nixl_agent_config
 
-    return open_nixl_agent(str(uuid.uuid4()), nixl_agent_config(capture_telemetry=True), progress_delay_us)
+    config = nixl_agent_config(capture_telemetry=True)
+    return open_nixl_agent(str(uuid.uuid4()), config, progress_delay_us, scatter_gather=scatter_gather)
 
 
 @pytest.fixture
@@ -159,3 +163,69 @@ def test_an_idle_agents_progress_thread_sleeps_where_cores_are_few() -> None:
     after = process.cpu_times()
     assert kept is not None
     assert (after.user + after.system) - (before.user + before.system) < 0.75, "a core is spinning"
+
+
+OPEN_AN_AGENT = """
+import sys
+from kvtop.connector.upstream import open_nixl_agent
+from nixl._api import nixl_agent_config
+open_nixl_agent("a", nixl_agent_config(), 1000, scatter_gather=sys.argv[1] == "True")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "state"),
+    [
+        (False, {}, "disabled"),
+        (True, {}, "enabled"),
+        (True, {"NIXL_UCX_SGL_ENABLE": "n"}, "disabled"),
+        (False, {"NIXL_UCX_SGL_ENABLE": "y"}, "enabled"),
+    ],
+)
+def test_scatter_gather_is_nixls_own_choice_unless_set_and_the_environment_wins(
+    setting: bool, environment: dict[str, str], state: str
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "NIXL_UCX_SGL_ENABLE"}
+    opened = subprocess.run(
+        [sys.executable, "-c", OPEN_AN_AGENT, str(setting)],
+        env={**kept, **environment, "NIXL_LOG_LEVEL": "DEBUG"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert f"UCX SGL offload {state}" in opened.stdout + opened.stderr
+
+
+def test_scatter_gather_is_set_for_kvtops_agent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NIXL_UCX_SGL_ENABLE", raising=False)
+    assert _agent(scatter_gather=True) is not None
+    assert "NIXL_UCX_SGL_ENABLE" not in os.environ
+
+
+def test_scattered_writes_arrive_whole_with_scatter_gather() -> None:
+    """More descriptors than NIXL gives to one thread, in another order on each side."""
+    count, size = 3000, 4096
+    writer, reader = _agent(scatter_gather=True), _agent()
+    source: Any = np.arange(count * size // 8, dtype=np.uint64).reshape(count, -1)
+    target: Any = np.zeros((2 * count, size // 8), np.uint64)
+    for agent, memory in ((writer, source), (reader, target)):
+        agent.register_memory(agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM"))
+    slots = [2 * (number * 7 % count) for number in range(count)]
+    blocks = [(source.ctypes.data + number * size, size, 0) for number in range(count)]
+    places = [(target.ctypes.data + slot * size, size, 0) for slot in slots]
+    peer = writer.add_remote_agent(reader.get_agent_metadata())
+    ours = writer.prep_xfer_dlist("NIXL_INIT_AGENT", writer.get_xfer_descs(blocks, "DRAM"))
+    theirs = writer.prep_xfer_dlist(peer, writer.get_xfer_descs(places, "DRAM"))
+    every = list(range(count))
+    handle = writer.make_prepped_xfer("WRITE", ours, every, theirs, every, notif_msg=b"written")
+    writer.transfer(handle)
+
+    def told() -> bool:
+        writer.check_xfer_state(handle)
+        return b"written" in [message for some in reader.get_new_notifs().values() for message in some]
+
+    wait_until(told, "the notification", timeout_s=30)
+
+    assert (target[slots] == source).all()
+    assert not target[1::2].any()

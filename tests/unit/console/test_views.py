@@ -1,5 +1,6 @@
 """What the screens say, tested as text: no terminal is needed."""
 
+import json
 from collections.abc import Iterable
 from typing import get_args
 
@@ -7,6 +8,7 @@ from kvtop.agents.events import PairReport
 from kvtop.agents.model import Gap, InstanceState
 from kvtop.console.fleet.figures import fleet_figures
 from kvtop.console.fleet.state import FleetState, LinkState, NodeState
+from kvtop.console.once import as_json
 from kvtop.console.views import fleet_columns, transfer_columns
 from kvtop.console.views.detail import detail
 from kvtop.console.views.fleet_rows import STATE_MARKS, fleet_rows
@@ -228,6 +230,29 @@ def test_the_waterfall_shows_the_time_between_steps_and_the_longest_one() -> Non
     assert "200ms    200ms" in only(lines, "◔ registered")
     assert "700ms    900ms" in only(lines, "▶ on_wire")
     assert "longest: registered → on_wire, 700ms" in lines[-1]
+
+
+def test_the_detail_shows_how_scattered_a_transfers_blocks_were_and_what_posting_them_took() -> None:
+    done = transfer(1, "done", blocks=24, descriptors=92, post_us=2000.0, wire_us=8000.0)
+    lines = [text(line) for line in detail(TransferRow(node("p01"), done), NOW, 100)]
+    assert only(lines, "fragments") == " fragments    3.83 descriptors per block, post/wire 25%"
+    unknown = [text(line) for line in detail(TransferRow(node("p01"), transfer(1)), NOW, 100)]
+    assert only(unknown, "fragments") == " fragments    – descriptors per block, post/wire –"
+
+
+def test_json_has_the_same_ratios_and_null_where_they_are_unknown() -> None:
+    rows = [
+        transfer(1, "done", blocks=24, descriptors=6, post_us=2000.0, wire_us=8000.0),
+        transfer(2, "done", blocks=0, descriptors=0, post_us=0.0, wire_us=0.0),
+        transfer(3),
+    ]
+    (shown,) = json.loads(as_json([node("p01", [instance()], rows)]))["nodes"]
+    assert [(row["descriptors_per_block"], row["post_share"]) for row in shown["transfers"]] == [
+        (0.25, 0.25),
+        (None, None),
+        (None, None),
+    ]
+    assert shown["transfers"][0]["prefill"]["name"] == "prefill-0"
 
 
 # Header, notices, histogram, help

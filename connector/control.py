@@ -47,8 +47,8 @@ class Control:
         self._pairs: dict[str, PairReport] = {}
         self._wire = (0, 0)
         self._ranks = ranks
-        self._evicting: dict[int, Counter[bool]] = {}
-        """How many ranks have forgotten the peer of an eviction, and how many could not, by its order id."""
+        self._evicting: dict[int, tuple[str, Counter[bool]]] = {}
+        """Evictions by order id: the peer, and how many ranks have forgotten it, and how many could not."""
         self._last: InstanceReport | None = None
         telemetry.obey(self._orders.put, wake)
         self.report()
@@ -116,9 +116,12 @@ class Control:
         """Answer those that all ranks have tried."""
         for forgotten, ranks in ((True, workers.evicted), (False, workers.not_evicted)):
             for order_id, count in ranks.items():
-                self._evicting.setdefault(order_id, Counter())[forgotten] += count
-        for order_id in [each for each, tried in self._evicting.items() if tried.total() >= self._ranks]:
-            busy = self._evicting.pop(order_id)[False]
+                self._evicting[order_id][1][forgotten] += count
+        for order_id in [each for each, (_, tried) in self._evicting.items() if tried.total() >= self._ranks]:
+            peer, tried = self._evicting.pop(order_id)
+            busy = tried[False]
+            if not busy and peer in self._pairs and self._pairs[peer].state == "failed":
+                self._pairs[peer] = PairReport(peer, "evicted", time.monotonic_ns())
             self._telemetry.answer(
                 order_id,
                 ok=not busy,
@@ -171,6 +174,7 @@ class Control:
                 self._cancel(order)
             case EvictPeer():
                 self._tasks.evictions[order.order_id] = order.peer_engine_id
+                self._evicting[order.order_id] = (order.peer_engine_id, Counter())
 
     def _cancel(self, order: CancelTransfer) -> None:
         reason = "cancelled by an operator"

@@ -216,6 +216,10 @@ class Ledger:
         key: RequestKey = (engine_id, event.side, event.request_id)
         self._by_request[key] = row.id
         row.keys.add(key)
+        if event.peer_engine_id and event.peer_request_id:
+            peer = _peer_of(event)
+            row.keys.add(peer)
+            self._by_request.setdefault(peer, row.id)
         base = base_request_id(event.request_id)
         self._waiting.pop((event.side, base), None)
         other = _OTHER[event.side]

@@ -106,7 +106,9 @@ class Row:
         return party.engine_id if party else None
 
     def may_be(self, side: Side, engine_id: str, request_id: str) -> bool:
-        """Whether a side that reports under these ids can be this row's."""
+        """Whether a side that reports under these ids can be this row's: no engine hands over to itself."""
+        if self.engine("decode" if side == "prefill" else "prefill") == engine_id:
+            return False
         if self.engine(side) not in (None, engine_id):
             return False
         return self.reported_by(side) in (None, request_id)

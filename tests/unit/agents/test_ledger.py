@@ -371,3 +371,37 @@ def test_a_quarantine_shows_what_it_follows_from_and_gives_way_to_it_once_settle
 
     row = only_row(ledger_of([*ended, of_d(90, "settled")]))
     assert (row.stage, row.error_class, row.error) == ("failed", "expiry", "the KV did not arrive")
+
+
+READ_BACK = [
+    (D, TransferEvent(at_ns=1, side="prefill", request_id="cmpl-first-0-00000001", step="queued")),
+    (
+        P,
+        TransferEvent(
+            at_ns=2,
+            side="decode",
+            request_id=P_ID,
+            step="queued",
+            direction="pull",
+            peer_engine_id=D,
+            peer_request_id="cmpl-first-0-00000001",
+        ),
+    ),
+    (P, TransferEvent(at_ns=3, side="decode", request_id=P_ID, step="matched", direction="pull")),
+    (P, TransferEvent(at_ns=4, side="decode", request_id=P_ID, step="done", direction="pull", bytes=64)),
+]
+
+
+@given(st.permutations(READ_BACK + PUSH_P + PUSH_D))
+def test_a_prompt_may_itself_be_computed_from_kv_that_is_read_back(
+    events: list[tuple[str, TransferEvent]],
+) -> None:
+    ledger = Ledger()
+    for engine_id, each in events:
+        ledger.apply(engine_id, each)
+
+    rows = [
+        (row.stage, row.direction, row.prefill and row.prefill.engine_id, row.decode and row.decode.engine_id)
+        for row in ledger.snapshot(finished=10)
+    ]
+    assert sorted(rows, key=str) == [("done", "pull", D, P), ("done", "push", P, D)]

@@ -52,7 +52,7 @@ REPORTED_BY_THE_CONNECTOR = {
         ("decode", "received", ""),
     ],
 }
-"""Side, step and the facts beside them, in order, from `connector/workers.py` and `kvtop_connector.py`."""
+"""Side, step and the facts beside them, in order, as kvtop's connector reports them."""
 
 
 @pytest.fixture

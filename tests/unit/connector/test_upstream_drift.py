@@ -74,6 +74,15 @@ def test_every_hook_that_upstreams_connectors_implement_reaches_the_halves(vllm_
         )
     )
 
-    forwarded = overridden(REPOSITORY / "src", "kvtop.connector.kvtop_connector", "KvtopConnector")
+    forwarded = set().union(
+        *(
+            overridden(REPOSITORY / "src", f"kvtop.connector.{module}", name)
+            for module, name in (
+                ("kvtop_connector", "KvtopConnector"),
+                ("scheduler_side", "SchedulerSide"),
+                ("worker_side", "WorkerSide"),
+            )
+        )
+    )
 
     assert hooks - stateless - sleep_mode_that_push_cannot_have - forwarded == set()

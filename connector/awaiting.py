@@ -23,7 +23,7 @@ from kvtop.connector.probe import Probed
 from kvtop.connector.telemetry import Telemetry
 
 PROBE_S: Final = 2.0
-"""How often D looks whether a peer that may still write is alive."""
+"""How often D looks whether a peer that it waits for, or that may still write, is alive."""
 
 
 class Registered(NamedTuple):
@@ -32,6 +32,8 @@ class Registered(NamedTuple):
     peer: Peer
     itself: Peer
     agents: set[str]
+    since_s: float
+    """time.monotonic()."""
 
 
 @dataclass
@@ -41,7 +43,6 @@ class Unsettled:
     agents: set[str]
     peer: Peer
     since_s: float = field(default_factory=time.monotonic)
-    probed_s: float = 0.0
 
 
 class Awaiting(Outbox):
@@ -51,9 +52,11 @@ class Awaiting(Outbox):
         """Take part in what is observed and shared."""
         super().observe(telemetry, shared)
         self._answers: SimpleQueue[tuple[str, Failed | Read | Settled]] = SimpleQueue()
-        self._probes: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        self._probes: SimpleQueue[tuple[str, Probed]] = SimpleQueue()
         self._registered: dict[str, Registered] = {}  # by D's request id
         self._unsettled: dict[str, Unsettled] = {}
+        self._probed_s: dict[str, float] = {}  # by engine id
+        self._unwell: set[str] = set()  # engine ids of peers that did not answer the latest probe
         self._reasons: dict[str, tuple[ErrorClass, str]] = {}
         self.read_instead: Callable[[str, Any], None] = lambda _request_id, _meta: None
         """Called with a request that is to be read, and its metadata."""
@@ -66,7 +69,8 @@ class Awaiting(Outbox):
             reg_data["remote_tp_size"],
             reg_data.get("remote_pp_size", 1),
         )
-        self._registered[req_id] = Registered(peer, peer_of(reg_data), set(self.agents_of(peer.engine_id)))
+        agents = set(self.agents_of(peer.engine_id))
+        self._registered[req_id] = Registered(peer, peer_of(reg_data), agents, time.monotonic())
         super()._do_send_reg_notif(req_id, reg_data)
         self._telemetry.step("decode", req_id, "registered", None, rank=self.tp_rank)
 
@@ -145,20 +149,31 @@ class Awaiting(Outbox):
             self._settle(request_id, all_agents=True)
 
     @contained
-    def _probe_unsettled(self) -> None:
-        """Settle what a peer can no longer write: it is gone, or a stock one whose lease is long over."""
+    def _look_after_peers(self) -> None:
+        """End what a peer that is gone cannot do any more; a stock one's late writes end with its lease."""
         now = time.monotonic()
-        for engine_id in {engine_id for engine_id, state in drain(self._probes) if state == "gone"}:
-            self._settle_all_of(engine_id)
-        due = {}
+        for engine_id, probed in drain(self._probes):
+            self._take_probe(engine_id, probed)
         for request_id, each in list(self._unsettled.items()):
             if not any(map(is_kvtop_agent, each.agents)) and now - each.since_s > self.stock_lease_s:
                 self._settle(request_id, all_agents=True)
-            elif now - max(each.since_s, each.probed_s) > PROBE_S:
-                each.probed_s = now
-                due[each.peer.engine_id] = each.peer
-        for peer in due.values():
-            self._shared.probe(peer.engine_id, peer.host, peer.port, self._handle_probe)
+        waiting: tuple[Registered | Unsettled, ...] = (*self._unsettled.values(), *self._registered.values())
+        peers = {each.peer.engine_id: each.peer for each in waiting if now - each.since_s > PROBE_S}
+        self._probed_s = {each: at_s for each, at_s in self._probed_s.items() if each in peers}
+        for engine_id, peer in peers.items():
+            if now - self._probed_s.get(engine_id, 0.0) > PROBE_S:
+                self._probed_s[engine_id] = now
+                self._shared.probe(engine_id, peer.host, peer.port, self._handle_probe)
+
+    def _take_probe(self, engine_id: str, probed: Probed) -> None:
+        if probed.state == "gone":
+            self._end_all_of(engine_id, probed.reason)
+        if probed.state != "alive":
+            self._unwell.add(engine_id)
+            self._note_pair(engine_id, "failed", probed.reason)
+        elif engine_id in self._unwell:
+            self._unwell.discard(engine_id)
+            self._note_pair(engine_id, "ready")
 
     @property
     def stock_lease_s(self) -> float:
@@ -170,18 +185,21 @@ class Awaiting(Outbox):
         return 3.0 * float(self._lease_extension)  # upstream: an extension is two thirds of the lease
 
     def _handle_probe(self, engine_id: str, probed: Probed) -> None:
-        self._probes.put((engine_id, probed.state))
-        if probed.state != "alive":
-            self._note_pair(engine_id, "failed", probed.reason)
+        """Take what the prober's thread has seen."""
+        self._probes.put((engine_id, probed))
+
+    def _end_all_of(self, engine_id: str, reason: str) -> None:
+        """End what waits for an engine that can write no more."""
+        for request_id, registered in list(self._registered.items()):
+            if registered.peer.engine_id == engine_id:
+                registered.agents.clear()
+                self.give_up(request_id, "transport", reason)
+        self._settle_all_of(engine_id)
 
     @contained
     def _part_from_replaced(self) -> None:
         """End what waits for engines that came back as others, and forget them when nothing uses them."""
         for engine_id in list(self.replaced):
-            for request_id, registered in list(self._registered.items()):
-                if registered.peer.engine_id == engine_id:
-                    registered.agents.clear()
-                    self.give_up(request_id, "transport", "the peer came back as another engine")
-            self._settle_all_of(engine_id)
+            self._end_all_of(engine_id, "the peer came back as another engine")
             if self.evict(engine_id):
                 self.replaced.remove(engine_id)

@@ -39,11 +39,10 @@ class Probed(NamedTuple):
 def look_after(engine_id: str, host: str, port: int) -> Probed:
     """Ask the engine behind a handshake port who it is. Blocks for up to some seconds; never raises."""
     try:
-        with socket.create_connection((host, port), CONNECT_TIMEOUT_S):
-            pass
-    except ConnectionRefusedError:
-        time.sleep(DEAD_GRACE_S)
-        return Probed("gone", "the peer is gone: nothing listens on its handshake port")
+        if _refuses(host, port):
+            time.sleep(DEAD_GRACE_S)
+            if _refuses(host, port):  # else its listener was only being opened anew
+                return Probed("gone", "the peer is gone: nothing listens on its handshake port")
     except OSError as error:
         return Probed("unreachable", f"the peer cannot be reached: {error}")
     try:
@@ -56,6 +55,15 @@ def look_after(engine_id: str, host: str, port: int) -> Probed:
         time.sleep(DEAD_GRACE_S)
         return Probed("gone", f"the peer is gone: engine {found} has taken its place")
     return Probed("alive", "")
+
+
+def _refuses(host: str, port: int) -> bool:
+    """Whether nothing listens there. Raises OSError where that cannot be said."""
+    try:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S):
+            return False
+    except ConnectionRefusedError:
+        return True
 
 
 def _engine_id_at(host: str, port: int) -> str:

@@ -98,7 +98,7 @@ class PushWorker(Writing, Awaiting):
             self._held -= results.finished_sending
         self._for_readers -= results.finished_sending
         self._part_from_replaced()
-        self._probe_unsettled()
+        self._look_after_peers()
         return results
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:

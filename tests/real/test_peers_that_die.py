@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,12 +13,14 @@ import pytest
 from kvtop.console.demo.load import make_prompt
 from kvtop.console.demo.servers import Role, Server
 from tests.support.pair import RunningPair, complete, complete_all, kill, start_again
-from tests.support.two_steps import decode_and_leave, prefill
+from tests.support.two_steps import decode, decode_and_leave, prefill
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("pair", ["kvtop-impatient"], indirect=True)]
+pytestmark = pytest.mark.vllm
+ENDED_WITHIN_S = 10.0
 
 
+@pytest.mark.parametrize("pair", ["kvtop-impatient"], indirect=True)
 def test_a_decode_that_comes_back_as_another_engine_is_pushed_to_again(
     pair: RunningPair, aggregated: Server
 ) -> None:
@@ -42,6 +46,7 @@ def test_a_decode_that_comes_back_as_another_engine_is_pushed_to_again(
     wait_until(lambda: not pair.instances()["prefill"].kv_usage, "P's KV use to be 0", timeout_s=20)
 
 
+@pytest.mark.parametrize("pair", ["kvtop-impatient"], indirect=True)
 def test_a_prefill_that_dies_leaves_no_block_behind(pair: RunningPair, aggregated: Server) -> None:
     """The client leaves, and P dies before it has written: what D had reserved comes back."""
     prompt = make_prompt(8_200, random.Random(8_200))
@@ -62,6 +67,28 @@ def test_a_prefill_that_dies_leaves_no_block_behind(pair: RunningPair, aggregate
     assert any("gone" in each.reason for each in gone)
     start_again(pair, "prefill")
     assert complete(pair.url, prompt) == expected
+
+
+@pytest.mark.parametrize("pair", ["kvtop-failing"], indirect=True)
+def test_a_prefill_that_dies_costs_d_no_deadline(pair: RunningPair) -> None:
+    """D's deadline there is a minute, and its policy is to fail what does not come."""
+    held = prefill(pair.pair.prefill, make_prompt(8_300, random.Random(8_300)))
+    for engine in map(psutil.Process, pair.instances()["prefill"].pids):
+        engine.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as client:
+        request = client.submit(decode, pair.pair.decode, held)
+        wait_until(lambda: pair.instances()["decode"].blockers, "D to wait for P")
+
+        kill(pair, "prefill")
+
+        began = time.monotonic()
+        error = request.exception()
+    assert error is not None, "it was answered, although P never wrote"
+    assert time.monotonic() - began < ENDED_WITHIN_S
+    (reason,) = {row.error for row in pair.snapshot().transfers if row.stage == "failed"}
+    assert "the peer is gone" in (reason or "")
+    wait_until(lambda: not pair.instances()["decode"].kv_usage, "D's KV use to be 0", timeout_s=20)
+    start_again(pair, "prefill")
 
 
 def _pair_state(pair: RunningPair, role: Role, peer_engine_id: str) -> str | None:

@@ -134,6 +134,7 @@ class SchedulerSide(NixlBaseConnector):
         self._half(request).update_state_after_alloc(request, blocks, num_external_tokens)
         if receives and num_external_tokens > 0:
             self.inbound.expect(request.request_id, direction, _written_to(blocks))
+            self.control.report()  # the workers may have nothing to say for as long as it waits
             self._report(request, "decode", "allocated")
         elif receives:
             self._report(request, "decode", "skipped")

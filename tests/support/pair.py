@@ -75,6 +75,9 @@ CONNECTORS: Mapping[str, Connector] = {
         "kvtop.connector",
         {"kvtop_mode": "push", "bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": REUSE_S},
     ),
+    "kvtop-patient": Connector(
+        "KvtopConnector", "kvtop.connector", {"kvtop_mode": "push"}, load_failure_policy="fail"
+    ),
     "kvtop-failing": Connector(
         "KvtopConnector",
         "kvtop.connector",

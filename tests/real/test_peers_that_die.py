@@ -71,7 +71,7 @@ def test_a_prefill_that_dies_leaves_no_block_behind(pair: RunningPair, aggregate
 
 @pytest.mark.parametrize("pair", ["kvtop-patient"], indirect=True)
 def test_a_prefill_that_dies_costs_d_no_deadline(pair: RunningPair) -> None:
-    """D's deadline there is a minute, and its policy is to fail what does not come. The pair ends with this."""
+    """D's deadline there is a minute, and its policy is to fail what does not come."""
     complete(pair.url, make_prompt(8_299, random.Random(8_299)))  # they have met
     held = prefill(pair.pair.prefill, make_prompt(8_300, random.Random(8_300)))
     for engine in map(psutil.Process, pair.instances()["prefill"].pids):

@@ -36,8 +36,11 @@ def base_request_id(request_id: str) -> str:
     return _SUFFIX.sub("", request_id)
 
 
-def _peer_of(event: TransferEvent) -> RequestKey:
-    return (str(event.peer_engine_id), _OTHER[event.side], str(event.peer_request_id))
+def _peer_of(event: TransferEvent) -> RequestKey | None:
+    """Return the peer's key where the event names it."""
+    if not (event.peer_engine_id and event.peer_request_id):
+        return None
+    return event.peer_engine_id, _OTHER[event.side], event.peer_request_id
 
 
 class Tally:
@@ -181,8 +184,8 @@ class Ledger:
     def _find(self, engine_id: str, event: TransferEvent) -> Row:
         """Return the row that an event belongs to, making one if there is none."""
         known = self._by_request.get((engine_id, event.side, event.request_id))
-        if known is None and event.peer_engine_id and event.peer_request_id:
-            known = self._by_request.get(_peer_of(event))
+        if known is None and (peer := _peer_of(event)):
+            known = self._by_request.get(peer)
         if known is None:
             known = self._waiting.get((event.side, base_request_id(event.request_id)))
         if known is not None and self._rows[known].may_be(event.side, engine_id, event.request_id):
@@ -194,9 +197,8 @@ class Ledger:
 
     def _join(self, row: Row, event: TransferEvent) -> Row:
         """Merge the peer's row into this one where an event names a peer that has a row of its own."""
-        if not (event.peer_engine_id and event.peer_request_id):
-            return row
-        other_id = self._by_request.get(_peer_of(event), row.id)
+        peer = _peer_of(event)
+        other_id = self._by_request.get(peer, row.id) if peer else row.id
         if other_id == row.id:
             return row
         older, younger = sorted((row, self._rows[other_id]), key=lambda each: each.id)
@@ -216,8 +218,7 @@ class Ledger:
         key: RequestKey = (engine_id, event.side, event.request_id)
         self._by_request[key] = row.id
         row.keys.add(key)
-        if event.peer_engine_id and event.peer_request_id:
-            peer = _peer_of(event)
+        if peer := _peer_of(event):
             row.keys.add(peer)
             self._by_request.setdefault(peer, row.id)
         base = base_request_id(event.request_id)

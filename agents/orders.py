@@ -51,6 +51,11 @@ class EvictPeer(msgspec.Struct, tag="evict-peer", frozen=True):
     peer_engine_id: str
 
 
+EVICTED: Final = "forgotten: the next request handshakes afresh"
+EVICTION_REFUSED: Final = "transfers with it, or a handshake, are under way: cancel them or try again"
+"""How an engine answers `EvictPeer`; the plan quotes it."""
+
+
 Order = SetMode | SetDraining | CancelTransfer | EvictPeer
 
 ORDER = msgspec.msgpack.Decoder(Order)

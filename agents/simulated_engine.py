@@ -26,7 +26,16 @@ from kvtop.agents.events import (
     Role,
     Side,
 )
-from kvtop.agents.orders import ORDER_KINDS, CancelTransfer, EvictPeer, Order, SetDraining, SetMode
+from kvtop.agents.orders import (
+    EVICTED,
+    EVICTION_REFUSED,
+    ORDER_KINDS,
+    CancelTransfer,
+    EvictPeer,
+    Order,
+    SetDraining,
+    SetMode,
+)
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.wire import WIRE_VERSION, Clock
@@ -156,8 +165,8 @@ class SimulatedEngine:
                 return cancel(side, request_id)
             case EvictPeer(peer_engine_id=peer):
                 if peer in self.pairs and not BUSY.isdisjoint(self.blocking.values()):
-                    return False, "transfers with it, or a handshake, are under way: cancel them or try again"
+                    return False, EVICTION_REFUSED
                 if peer in self.pairs:
                     self.note_pair(peer, "evicted")
-                return True, "forgotten: the next request handshakes afresh"
+                return True, EVICTED
         return False, "such an order is not known here"

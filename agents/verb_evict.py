@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from kvtop.agents.act import Command, Outcome, Plan
 from kvtop.agents.errand import Argument, Errand, Tell
-from kvtop.agents.orders import EvictPeer
+from kvtop.agents.orders import EVICTION_REFUSED, EvictPeer
 from kvtop.agents.scene import Misnamed, Scene, other_side
 from kvtop.agents.text import noun, plural
-
-BUSY: Final = "transfers with it, or a handshake, are under way: cancel them or try again"
-"""As the engine words its refusal."""
 
 
 class Evict(Errand):
@@ -43,7 +40,7 @@ class Evict(Errand):
             steps=[
                 f"{me.name} forgets the NIXL state of {peer} (engine {self._peer}), now {self._state()}",
                 "the next request between them shakes hands afresh",
-                f"the engine refuses it while {BUSY}; now there {noun(live, 'is', 'are')} "
+                f"the engine refuses it while {EVICTION_REFUSED}; now there {noun(live, 'is', 'are')} "
                 f"{plural(live, 'live transfer')} between them",
             ],
             irreversible=["the present connection between them"],

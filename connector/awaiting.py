@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, takewhile
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
@@ -157,8 +158,12 @@ class Awaiting(Outbox):
         for request_id, each in list(self._unsettled.items()):
             if not any(map(is_kvtop_agent, each.agents)) and now - each.since_s > self.stock_lease_s:
                 self._settle(request_id, all_agents=True)
-        waiting: tuple[Registered | Unsettled, ...] = (*self._unsettled.values(), *self._registered.values())
-        peers = {each.peer.engine_id: each.peer for each in waiting if now - each.since_s > PROBE_S}
+        tables: tuple[tuple[Registered | Unsettled, ...], ...] = (
+            tuple(self._unsettled.values()),
+            tuple(self._registered.values()),  # a copy: the writer adds to it
+        )
+        oldest_first = (takewhile(lambda each: now - each.since_s > PROBE_S, table) for table in tables)
+        peers = {each.peer.engine_id: each.peer for each in chain.from_iterable(oldest_first)}
         self._probed_s = {each: at_s for each, at_s in self._probed_s.items() if each in peers}
         for engine_id, peer in peers.items():
             if now - self._probed_s.get(engine_id, 0.0) > PROBE_S:

@@ -15,7 +15,15 @@ from typing import Any
 import msgspec
 
 from kvtop.agents.events import Blocker, Direction, ErrorClass, InstanceReport, PairReport
-from kvtop.agents.orders import CancelTransfer, EvictPeer, Order, SetDraining, SetMode
+from kvtop.agents.orders import (
+    EVICTED,
+    EVICTION_REFUSED,
+    CancelTransfer,
+    EvictPeer,
+    Order,
+    SetDraining,
+    SetMode,
+)
 from kvtop.connector.halves import GiveUp, Tasks, Unwanted, WorkerReport
 from kvtop.connector.inbound import Inbound
 from kvtop.connector.peer_messages import Peer
@@ -114,21 +122,14 @@ class Control:
 
     def _hear_evictions(self, workers: WorkerReport) -> None:
         """Answer those that all ranks have tried."""
-        for forgotten, ranks in ((True, workers.evicted), (False, workers.not_evicted)):
-            for order_id, count in ranks.items():
-                self._evicting[order_id][1][forgotten] += count
+        for (order_id, forgotten), ranks in workers.evictions.items():
+            self._evicting[order_id][1][forgotten] += ranks
         for order_id in [each for each, (_, tried) in self._evicting.items() if tried.total() >= self._ranks]:
             peer, tried = self._evicting.pop(order_id)
             busy = tried[False]
             if not busy and peer in self._pairs and self._pairs[peer].state == "failed":
                 self._pairs[peer] = PairReport(peer, "evicted", time.monotonic_ns())
-            self._telemetry.answer(
-                order_id,
-                ok=not busy,
-                message="transfers with it, or a handshake, are under way: cancel them or try again"
-                if busy
-                else "forgotten: the next request handshakes afresh",
-            )
+            self._telemetry.answer(order_id, ok=not busy, message=EVICTION_REFUSED if busy else EVICTED)
 
     def report(self) -> None:
         """Tell the agent what holds, where it changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -113,10 +114,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Requests with writes or reads on the wire, on the busiest rank."""
     pairs: dict[str, PairReport] = field(default_factory=dict)
     """Peers of which there is news, by engine id."""
-    evicted: Counter[int] = field(default_factory=Counter)
-    """How many ranks have forgotten the peer of an eviction, by its order id."""
-    not_evicted: Counter[int] = field(default_factory=Counter)
-    """How many ranks could not: they use it."""
+    evictions: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    """How many ranks have forgotten a peer, or could not since they use it, by the order's id."""
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Return this rank's and another's report as one."""
@@ -125,8 +124,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             max(self.writes, other.writes),
             max(self.reads, other.reads),
             {**self.pairs, **other.pairs},
-            self.evicted + other.evicted,
-            self.not_evicted + other.not_evicted,
+            self.evictions + other.evictions,
         )
 
 
@@ -144,6 +142,15 @@ class PullHalf(NixlPullConnector):
     def __init__(self, *args: Any, scheduler: Any = None, worker: Any = None) -> None:
         NixlBaseConnector.__init__(self, *args)
         self.connector_scheduler, self.connector_worker = scheduler, worker
+
+
+class TwoHalves(NixlBaseConnector):
+    """What both sides of kvtop's connector have."""
+
+    push: PushHalf
+    pull: PullHalf
+    halves: Mapping[Direction, Any]
+    telemetry: Telemetry
 
 
 class PushScheduler(NixlPushConnectorScheduler):

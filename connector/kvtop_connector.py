@@ -5,13 +5,11 @@ A stock peer works with it, since each half handshakes in its own mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtop.agents.events import Direction
 from kvtop.connector.config import read_settings
 from kvtop.connector.scheduler_side import SchedulerSide
-from kvtop.connector.telemetry import Telemetry, telemetry_for
+from kvtop.connector.telemetry import telemetry_for
 from kvtop.connector.upstream import KVConnectorRole
 from kvtop.connector.worker_side import WorkerSide
 
@@ -36,12 +34,12 @@ class KvtopConnector(SchedulerSide, WorkerSide):
                 "KvtopConnector does not support decode_context_parallel_size > 1: vLLM's push half cannot"
             )
         self.settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self.telemetry: Telemetry = telemetry_for(vllm_config, self.settings)
+        self.telemetry = telemetry_for(vllm_config, self.settings)
         if role == KVConnectorRole.SCHEDULER:
             self.build_scheduler(vllm_config, kv_cache_config, self.settings)
         else:
             self.build_worker(vllm_config, kv_cache_config, self.settings)
-        self.halves: Mapping[Direction, Any] = {"push": self.push, "pull": self.pull}
+        self.halves = {"push": self.push, "pull": self.pull}
 
     def get_kv_connector_stats(self) -> Any:
         """Return both halves' transfer statistics as one, or None where there is nothing new."""

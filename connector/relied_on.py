@@ -83,7 +83,8 @@ RELIED_ON: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "touch": ("blocks",),
         "free_blocks": ("ordered_blocks",),
     },
-    "vllm.v1.engine.core:EngineCoreProc": {"run_busy_loop": (), "is_running": ()},
+    "vllm.v1.engine.core:EngineCoreProc": {"run_busy_loop": ()},
+    "vllm.v1.core.sched.interface:SchedulerInterface": {"has_unfinished_requests": ()},
     f"{_NIXL}.stats:NixlKVConnectorStats": {
         "aggregate": ("other",),
         "record_transfer": ("res",),
@@ -157,7 +158,7 @@ RELIED_ON_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
         "_kv_lease_duration",
     ),
     f"{_NIXL}.utils": ("get_base_request_id", "zmq_ctx"),
-    "vllm.v1.engine.core": ("input_queue", "WAKEUP"),
+    "vllm.v1.engine.core": ("input_queue", "WAKEUP", "engines_running", "batch_queue"),
     f"{_NIXL}.metadata": (
         "GET_META_MSG",
         "NixlAgentMetadata",

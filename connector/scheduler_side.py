@@ -7,17 +7,16 @@ differently during a switch still meet. What is ordered and waited for is in `co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtop.agents.events import Direction, Side
+from kvtop.agents.events import Side
 from kvtop.connector.config import Settings
+from kvtop.connector.contained import contained
 from kvtop.connector.control import DRAINING_REASON, Control
 from kvtop.connector.halves import (
     BothHandshakes,
     BothMetadata,
-    PullHalf,
-    PushHalf,
+    TwoHalves,
     check_port,
     scheduler_halves,
 )
@@ -25,8 +24,7 @@ from kvtop.connector.inbound import Inbound
 from kvtop.connector.params import BadParameter, check, check_peer
 from kvtop.connector.reuse import fitting, reads_back
 from kvtop.connector.routing import Router
-from kvtop.connector.telemetry import Telemetry
-from kvtop.connector.upstream import EngineCoreLoop, NixlBaseConnector, finished_normally, init_logger
+from kvtop.connector.upstream import EngineCoreLoop, finished_normally, init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,13 +37,8 @@ REST_S: Final = 0.05
 """How long blocks that may be freed wait for it in an engine that has nothing else to do."""
 
 
-class SchedulerSide(NixlBaseConnector):
+class SchedulerSide(TwoHalves):
     """The scheduler's part of `KvtopConnector`."""
-
-    push: PushHalf
-    pull: PullHalf
-    halves: Mapping[Direction, Any]
-    telemetry: Telemetry
 
     def build_scheduler(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
@@ -261,6 +254,7 @@ class SchedulerSide(NixlBaseConnector):
             tasks,
         )
 
+    @contained
     def _rest(self) -> None:
         """Rest while there is nothing to do but hold blocks: for a reader, under a write, in quarantine.
 

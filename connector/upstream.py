@@ -86,6 +86,9 @@ __all__ = [
 
 HEARTBEAT_PREFIX: Final = b"HB:"
 """How a lease-renewal notification begins (`base_worker._send_heartbeats`)."""
+SCATTER_GATHER: Final = "NIXL_UCX_SGL_ENABLE"
+"""Read when NIXL creates an agent's UCX backend (`nixlUcxEngine`, src/plugins/ucx/ucx_backend.cpp); off by
+default there. It is for writes only: https://github.com/ai-dynamo/nixl/pull/1835."""
 
 
 class EngineCoreLoop:
@@ -152,11 +155,6 @@ def open_nixl_agent(
     """
     with _variable(SCATTER_GATHER, "y" if scatter_gather else None):
         return _open_with_delay(name, config, progress_delay_us)
-
-
-SCATTER_GATHER: Final = "NIXL_UCX_SGL_ENABLE"
-"""Read when NIXL creates an agent's UCX backend (`nixlUcxEngine`, src/plugins/ucx/ucx_backend.cpp); off by
-default there. It is for writes only: https://github.com/ai-dynamo/nixl/pull/1835."""
 
 
 @contextmanager

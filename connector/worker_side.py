@@ -6,35 +6,26 @@ What the halves' workers do beyond upstream's is in `push_worker` and `pull_work
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtop.agents.events import Direction
 from kvtop.connector.config import Settings
 from kvtop.connector.halves import (
     BothHandshakes,
     BothMetadata,
-    PullHalf,
-    PushHalf,
     Tasks,
+    TwoHalves,
     WorkerReport,
     worker_halves,
 )
-from kvtop.connector.telemetry import Telemetry
-from kvtop.connector.upstream import KVConnectorTransferResults, NixlBaseConnector
+from kvtop.connector.upstream import KVConnectorTransferResults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-class WorkerSide(NixlBaseConnector):
+class WorkerSide(TwoHalves):
     """A worker's part of `KvtopConnector`."""
-
-    push: PushHalf
-    pull: PullHalf
-    halves: Mapping[Direction, Any]
-    telemetry: Telemetry
 
     def build_worker(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
@@ -42,7 +33,7 @@ class WorkerSide(NixlBaseConnector):
         """Build both halves on one NIXL agent."""
         self.push, self.pull = worker_halves(vllm_config, kv_cache_config, settings, self.telemetry)
         self._told = (0, 0)
-        self._evictions: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        self._evictions: Counter[tuple[int, bool]] = Counter()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register the KV cache, once for both halves."""
@@ -75,7 +66,7 @@ class WorkerSide(NixlBaseConnector):
             push.send_drop(peer, request_id, prefill_request_id, reason)
         for order_id, engine_id in tasks.evictions.items():
             left = [worker for worker in (push, pull) if not worker.evict(engine_id)]
-            self._evictions[not left][order_id] += 1
+            self._evictions[order_id, not left] += 1
 
     def clear_connector_metadata(self) -> None:
         """Let this step's work go."""
@@ -114,7 +105,7 @@ class WorkerSide(NixlBaseConnector):
         """Return what the scheduler side must know, or None where there is no news."""
         push, pull = self.push.connector_worker, self.pull.connector_worker
         wire = (push.writes, pull.reads)
-        news = (push.settled, pull.settled, push.pairs, pull.pairs, *self._evictions.values())
+        news = (push.settled, pull.settled, push.pairs, pull.pairs, self._evictions)
         if wire == self._told and not any(news):
             return None
         self._told = wire
@@ -122,8 +113,8 @@ class WorkerSide(NixlBaseConnector):
         push.settled, pull.settled = Counter(), Counter()
         # A handshake thread may add news: it goes into the new table, and is told after the next step.
         (of_push, push.pairs), (of_pull, pull.pairs) = (push.pairs, {}), (pull.pairs, {})
-        evictions, self._evictions = self._evictions, {True: Counter(), False: Counter()}
-        return WorkerReport(settled, *wire, {**of_pull, **of_push}, evictions[True], evictions[False])
+        evictions, self._evictions = self._evictions, Counter()
+        return WorkerReport(settled, *wire, {**of_pull, **of_push}, evictions)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of D that either half failed to fill."""

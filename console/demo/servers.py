@@ -103,6 +103,7 @@ def _environment(folder: Path, server: Server) -> dict[str, str]:
     scratch.mkdir(parents=True, exist_ok=True)
     return {
         "OMP_NUM_THREADS": "1",
+        # Else tensor parallel ranks compile at their first request (20 s), and want a NUMA node each.
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",

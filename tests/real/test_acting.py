@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.servers import Server
-from tests.support.pair import Load, RunningPair, complete_all
+from tests.support.pair import Load, RunningPair, complete_all, prompts
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.parametrize("pair", ["kvtop-push"], indirect=True)]
@@ -34,11 +32,6 @@ def act(pair: RunningPair, *arguments: str) -> dict[str, Any]:
     assert document["exit_code"] == done.returncode
     assert document["audited"], document["audit_problem"]
     return document
-
-
-def prompts(count: int, seed: int) -> list[Prompt]:
-    source = random.Random(seed)
-    return [make_prompt(seed * 1000 + number, source) for number in range(count)]
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from kvtop.agents.model import Transfer
-from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.servers import Server
 from tests.chaos.storm import idle
-from tests.support.pair import RunningPair, complete_all
+from tests.support.pair import RunningPair, complete_all, prompts
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
 REQUESTS = 20
-
-
-def prompts(count: int, seed: int) -> list[Prompt]:
-    source = random.Random(seed)
-    return [make_prompt(seed * 1000 + number, source) for number in range(count)]
 
 
 @pytest.mark.parametrize("pair", ["kvtop-push", "kvtop-pull"], indirect=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from kvtop.agents.model import Transfer
-from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.servers import Server
 from tests.chaos.storm import idle
-from tests.support.pair import RunningPair, complete_all
+from tests.support.pair import RunningPair, complete_all, prompts
 from tests.support.two_steps import decode, prefill
 from tests.support.waiting import wait_until
 
@@ -21,35 +19,31 @@ pytestmark = pytest.mark.vllm
 
 P_HAS_TWO = "kvtop-two-ranks+kvtop-one-rank"
 D_HAS_TWO = "kvtop-one-rank+kvtop-two-ranks"
-REQUESTS = 12
+IN_TWO_STEPS = 4
+AT_ONCE = 12
 ENDED_WITHIN_S = 5.0
-
-
-def prompts(count: int, seed: int) -> list[Prompt]:
-    source = random.Random(seed)
-    return [make_prompt(seed * 1000 + number, source) for number in range(count)]
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("pair", [P_HAS_TWO, D_HAS_TWO], indirect=True)
 def test_outputs_are_right_and_each_rank_is_counted(pair: RunningPair, aggregated: Server, mode: str) -> None:
     known = {row.id for row in pair.snapshot().transfers}
-    asked = prompts(REQUESTS, seed=70 if mode == "push" else 71)
+    asked = prompts(IN_TWO_STEPS, seed=70 if mode == "push" else 71)
 
-    handed = [prefill(pair.pair.prefill, prompt, transfer_mode=mode) for prompt in asked[:4]]
+    handed = [prefill(pair.pair.prefill, prompt, transfer_mode=mode) for prompt in asked]
     outputs = [decode(pair.pair.decode, each) for each in handed]
     initiator = pair.instances()["prefill" if mode == "push" else "decode"]
 
-    assert outputs == complete_all(aggregated.url, asked[:4])
-    rows = settled_rows(pair, known, 4)
-    assert [(row.stage, row.direction) for row in rows] == [("done", mode)] * 4
-    assert [(row.ranks_done, row.ranks_expected) for row in rows] == [(initiator.tp_size,) * 2] * 4
+    assert outputs == complete_all(aggregated.url, asked)
+    rows = settled_rows(pair, known, IN_TWO_STEPS)
+    assert [(row.stage, row.direction) for row in rows] == [("done", mode)] * IN_TWO_STEPS
+    assert [(row.ranks_done, row.ranks_expected) for row in rows] == [(initiator.tp_size,) * 2] * IN_TWO_STEPS
     wait_until(lambda: idle(pair), "all KV blocks to be free again", timeout_s=30)
 
 
 @pytest.mark.parametrize("pair", [P_HAS_TWO, D_HAS_TWO], indirect=True)
 def test_a_router_that_dispatches_to_both_at_once_is_served(pair: RunningPair, aggregated: Server) -> None:
-    asked = prompts(REQUESTS, seed=72)
+    asked = prompts(AT_ONCE, seed=72)
 
     assert complete_all(pair.url, asked, in_flight=3) == complete_all(aggregated.url, asked)
     wait_until(lambda: idle(pair), "all KV blocks to be free again", timeout_s=30)

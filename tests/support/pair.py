@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from kvtop.agents.model import Instance, Snapshot
 from kvtop.agents.runtime import ENV_RUNTIME_DIR, RuntimePaths
 from kvtop.console.demo.access import runtime_environment
 from kvtop.console.demo.deployment import START_TIMEOUT_S, Pair, start_alone, start_pair
-from kvtop.console.demo.load import Prompt
+from kvtop.console.demo.load import Prompt, make_prompt
 from kvtop.console.demo.model import make_model
 from kvtop.console.demo.ports import free_ports
 from kvtop.console.demo.processes import Processes
@@ -153,6 +154,12 @@ def complete_all(url: str, prompts: Sequence[Prompt], *, in_flight: int = 1) -> 
     """Have all prompts completed, `in_flight` at a time; the answers are in the prompts' order."""
     with ThreadPoolExecutor(in_flight) as pool:
         return list(pool.map(lambda prompt: complete(url, prompt), prompts))
+
+
+def prompts(count: int, seed: int) -> list[Prompt]:
+    """Return prompts of all lengths; the same seed gives the same ones."""
+    source = random.Random(seed)
+    return [make_prompt(seed * 1000 + number, source) for number in range(count)]
 
 
 class Load:

@@ -160,6 +160,12 @@ class Ledger:
         for row_id in list(tally.live) if tally else ():
             yield self._freeze(self._rows[row_id])
 
+    def awaits_prefill(self, row_id: int) -> bool:
+        """Whether P, which reports here and whose answer decides the direction, has not said anything yet."""
+        row = self._rows.get(row_id)
+        prefill = row.engine("prefill") if row else None
+        return bool(row and prefill and self._attached(prefill) and row.reported_by("prefill") is None)
+
     def live_ids(self) -> list[int]:
         """Return the ids of all live rows, the newest last."""
         return sorted(self.total.live)

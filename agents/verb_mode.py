@@ -173,8 +173,20 @@ class Switch(Errand):
         return self._peer is None or other_side(row, self._record.newest.engine_id) == self._peer
 
     def _old_rows(self) -> list[Transfer]:
+        """Return the live transfers that go the old way.
+
+        Where a router asks P and D at once, D expects a push until P has answered. What it has so registered
+        since the order goes no way yet.
+        """
         rows = self.scene.live_of(self._record)
-        return [row for row in rows if row.direction == OTHER[self._mode] and self._is_ours(row)]
+        return [
+            row
+            for row in rows
+            if row.direction == OTHER[self._mode] and self._is_ours(row) and not self._undecided(row)
+        ]
+
+    def _undecided(self, row: Transfer) -> bool:
+        return row.first_seen_ns >= self._ordered_ns > 0 and self.scene.ledger.awaits_prefill(row.id)
 
     def _look(self) -> None:
         """Take note of transfers that began after the order and go the new way."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from kvtop.agents.act import Answer, Command, Outcome, Plan
 from kvtop.agents.client import AgentConnection, connect_unix
 from kvtop.agents.commands import RUNS_AT_ONCE, VERBS
-from kvtop.agents.events import InstanceReport, OrderAnswer
+from kvtop.agents.events import Direction, InstanceReport, OrderAnswer, Side, Stage, TransferEvent
 from kvtop.agents.orders import ORDER_KINDS, Order
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
@@ -318,6 +319,61 @@ async def test_a_drain_tells_what_becomes_of_new_requests(
 def _drain(engine: Reporter, order: Order) -> None:
     engine.put(InstanceReport(at_ns=2, mode="push", draining=True))
     engine.put(OrderAnswer(2, order.order_id, True, "no new transfer starts"))
+
+
+@pytest.mark.parametrize("p_took_it", [False, True])
+async def test_what_d_expects_of_p_does_not_hold_up_a_switch_but_what_p_says_does(
+    paths: RuntimePaths, p_took_it: bool
+) -> None:
+    """Where a router asks P and D at once, D registers for a push until P has told it to read: under load
+    there is always such a registration, and it is no transfer in the old direction yet."""
+    core = hello("p", process="engine-core", orders=list(ORDER_KINDS))
+    other = hello("d", process="engine-core", pid=os.getppid(), role="decode")
+    with running_agent(paths), contextlib.ExitStack() as reporters:
+        p = reporters.enter_context(reporting(paths, start_agent=False, hello=core))
+        d = reporters.enter_context(reporting(paths, start_agent=False, hello=other))
+        p._on_order = lambda order: _switch(p, d, order, p_took_it=p_took_it)
+        p.put(InstanceReport(at_ns=1, mode="push"))
+        await asyncio.to_thread(
+            await_snapshot, paths, lambda s: any(each.blockers == {} for each in s.instances), "the instances"
+        )
+        async with operator(paths) as connection:
+            switch = Command(verb="mode", targets=["p"], arguments={"mode": "pull"}, wait=True, timeout_s=2)
+            outcome = outcome_of(list(await collected(connection.act(switch))))
+
+    if p_took_it:
+        assert outcome.state == "timed-out"
+        assert "1 live transfer still pushes" in outcome.message
+    else:
+        assert outcome.state == "done", outcome.message
+        assert "none in the old direction is left" in outcome.message
+
+
+def _switch(p: Reporter, d: Reporter, order: Order, *, p_took_it: bool) -> None:
+    """Obey; a transfer that began after it pulls, and D has just registered for another."""
+    now_ns = time.monotonic_ns()
+
+    def event(side: Side, step: Stage, request: str, direction: Direction, after_ns: int) -> TransferEvent:
+        own, peer = (
+            (f"p-{request}", f"d-{request}") if side == "prefill" else (f"d-{request}", f"p-{request}")
+        )
+        return TransferEvent(
+            at_ns=now_ns + after_ns,
+            side=side,
+            step=step,
+            request_id=own,
+            direction=direction,
+            peer_request_id=peer,
+            peer_engine_id="engine-of-d" if side == "prefill" else "engine-of-p",
+        )
+
+    if p_took_it:
+        p.put(event("prefill", "queued", "late", "push", 2))
+    d.put(event("decode", "registered", "late", "push", 3))
+    p.put(event("prefill", "queued", "read", "pull", 1))
+    d.put(event("decode", "done", "read", "pull", 5))
+    p.put(InstanceReport(at_ns=now_ns, mode="pull"))
+    p.put(OrderAnswer(now_ns, order.order_id, True))
 
 
 async def test_an_answer_to_an_order_that_nobody_gave_is_let_be(paths: RuntimePaths) -> None:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from kvtop.agents.events import Side, TransferEvent
 from kvtop.agents.model import Transfer
-from kvtop.agents.row import Row
+from kvtop.agents.row import OTHER, RequestKey, Row
 
 FINISHED_KEPT: Final = 2000
 COMPLETION_GRACE_S: Final = 5.0
 """How long after KV arrived, or P's blocks were freed, the initiator's completion may still be reported."""
-_OVER_FOR_ONE_SIDE: Final = frozenset({"received", "released"})
+MOST_ASIDE: Final = 4096
+"""How many events wait at most until they are taken."""
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
-_OTHER: Final[dict[Side, Side]] = {"prefill": "decode", "decode": "prefill"}
-RequestKey = tuple[str, Side, str]
-"""Engine, its side, and its request id: an engine that computes a prompt may itself read KV for it."""
 
 
 def base_request_id(request_id: str) -> str:
@@ -36,13 +34,6 @@ def base_request_id(request_id: str) -> str:
     return _SUFFIX.sub("", request_id)
 
 
-def _peer_of(event: TransferEvent) -> RequestKey | None:
-    """Return the peer's key where the event names it."""
-    if not (event.peer_engine_id and event.peer_request_id):
-        return None
-    return event.peer_engine_id, _OTHER[event.side], event.peer_request_id
-
-
 class Tally:
     """What the ledger counts for one engine."""
 
@@ -52,11 +43,15 @@ class Tally:
         self.depths: Counter[str] = Counter()
         self.done = 0
         self.failed: Counter[str] = Counter()
-        self.live: dict[int, None] = {}
+        self.live: dict[int, Row] = {}
 
 
 class Ledger:
-    """Joins transfer events into rows, and remembers what changed when."""
+    """Joins transfer events into rows, and remembers what changed when.
+
+    Events are put aside as they come, and taken in their order when somebody asks or when they are many:
+    a row is brought up to date once for all that has happened to it since.
+    """
 
     def __init__(
         self,
@@ -75,36 +70,73 @@ class Ledger:
             completed: called once with each row that becomes done.
         """
         self.finished_kept = finished_kept
-        self.version = 0
-        self.tallies: dict[str, Tally] = {}
-        self.total = Tally()
-        """Each transfer once, whichever engines take part."""
+        self._version = 0
+        self._tallies: dict[str, Tally] = {}
+        self._total = Tally()
         self._name_of, self._attached, self._completed = name_of, attached, completed
-        self._rows: OrderedDict[int, Row] = OrderedDict()  # in order of change
+        self._rows: dict[int, Row] = {}  # in order of change
         self._finished: OrderedDict[int, None] = OrderedDict()
         self._forgotten: deque[tuple[int, int]] = deque(maxlen=4 * finished_kept)
-        self._by_request: dict[RequestKey, int] = {}
-        self._waiting: dict[tuple[Side, str], int] = {}  # rows that only the other side has reported
+        self._by_request: dict[RequestKey, Row] = {}
+        self._waiting: dict[tuple[Side, str], Row] = {}  # rows that only the other side has reported
         self._overdue: dict[int, int] = {}  # rows that are over for one side, and since when
+        self._aside: list[tuple[str, TransferEvent, bool]] = []
         self._next_id = 1
-        self.complete_since = 0
+        self._complete_since = 0
+
+    @property
+    def version(self) -> int:
+        """Grows with each change."""
+        self._catch_up()
+        return self._version
+
+    @property
+    def complete_since(self) -> int:
         """Changes after this version can be told whole; of older ones, ids of forgotten rows are missing."""
+        self._catch_up()
+        return self._complete_since
+
+    @property
+    def tallies(self) -> Mapping[str, Tally]:
+        """What is counted for each engine, by its id."""
+        self._catch_up()
+        return self._tallies
+
+    @property
+    def total(self) -> Tally:
+        """Each transfer once, whichever engines take part."""
+        self._catch_up()
+        return self._total
 
     def apply(self, engine_id: str, event: TransferEvent, *, simulated: bool = False) -> None:
         """Take one event that `engine_id` reported about its own request."""
-        row = self._find(engine_id, event)
-        row.simulated |= simulated
-        row.learn(engine_id, event)
-        if event.step == "received" and not row.initiator_reports(self._attached):
-            row.completed_unseen = True
-        row = self._join(row, event)
-        self._index(row, engine_id, event)
-        self._touch(row)
-        if row.live and not row.times_ns.keys().isdisjoint(_OVER_FOR_ONE_SIDE):
-            self._overdue.setdefault(row.id, event.at_ns)
+        self._aside.append((engine_id, event, simulated))
+        if len(self._aside) >= MOST_ASIDE:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Take the events that were put aside."""
+        if not self._aside:
+            return
+        events, self._aside = self._aside, []
+        changed: dict[int, Row] = {}
+        for engine_id, event, simulated in events:
+            row = self._by_request.get((engine_id, event.side, event.request_id))
+            if row is None or row.reported_by(event.side) is None:
+                row = self._meet(engine_id, event)
+                row.simulated |= simulated
+            if event.peer_engine_id:
+                row = self._hear_of_peer(row, event, event.peer_engine_id, changed)
+            row.learn(event)
+            if event.step == "received" and not row.initiator_reports(self._attached):
+                row.completed_unseen = True
+            changed[row.id] = row
+        for row in changed.values():
+            self._touch(row)
 
     def close_overdue(self, now_ns: int) -> None:
         """Close rows whose end was seen but whose completion was not: the report of it was lost."""
+        self._catch_up()
         for row_id, since_ns in list(self._overdue.items()):
             row = self._rows.get(row_id)
             if row is not None and row.live:
@@ -116,19 +148,19 @@ class Ledger:
 
     def engine_gone(self, engine_id: str, at_ns: int, reason: str) -> None:
         """End the live rows of an engine whose process no longer exists."""
-        tally = self.tallies.get(engine_id)
-        for row_id in list(tally.live) if tally else ():
-            row = self._rows[row_id]
+        for row in self._live_rows(engine_id):
             row.end("failed", at_ns, "transport", reason)
             self._touch(row)
 
     def rename(self, engine_id: str) -> None:
         """Show the rows of an engine under the name that it has now."""
+        self._catch_up()
         for row in [row for row in self._rows.values() if engine_id in row.engines()]:
             self._touch(row)
 
     def snapshot(self, finished: int) -> list[Transfer]:
         """Return all live rows and at most the newest `finished` others, in order of id."""
+        self._catch_up()
         skipped = set(list(self._finished)[: max(0, len(self._finished) - finished)])
         return [self._freeze(row) for row in self._sorted() if row.id not in skipped]
 
@@ -137,6 +169,7 @@ class Ledger:
 
         `since` must not lie before `complete_since`: who is that far behind needs a snapshot.
         """
+        self._catch_up()
         changed: list[Row] = []
         for row in reversed(self._rows.values()):
             if row.version <= since:
@@ -147,21 +180,25 @@ class Ledger:
             if version <= since:
                 break
             forgotten.append(row_id)
-        return [self._freeze(row) for row in sorted(changed, key=lambda row: row.id)], forgotten
+        return [self._freeze(row) for row in sorted(changed, key=_row_id)], forgotten
 
     def find(self, row_id: int) -> Transfer | None:
         """Return one row; None where there is none of that id, or none any more."""
+        self._catch_up()
         row = self._rows.get(row_id)
         return self._freeze(row) if row else None
 
     def live_of(self, engine_id: str) -> Iterator[Transfer]:
         """Yield the engine's live rows, the one that changed least lately first."""
+        yield from map(self._freeze, self._live_rows(engine_id))
+
+    def _live_rows(self, engine_id: str) -> list[Row]:
         tally = self.tallies.get(engine_id)
-        for row_id in list(tally.live) if tally else ():
-            yield self._freeze(self._rows[row_id])
+        return list(tally.live.values()) if tally else []
 
     def awaits_prefill(self, row_id: int) -> bool:
         """Whether P, which reports here and whose answer decides the direction, has not said anything yet."""
+        self._catch_up()
         row = self._rows.get(row_id)
         prefill = row.engine("prefill") if row else None
         return bool(row and prefill and self._attached(prefill) and row.reported_by("prefill") is None)
@@ -172,79 +209,99 @@ class Ledger:
 
     def latest_of(self, engine_id: str) -> Transfer | None:
         """Return the engine's newest row whose direction is known."""
+        self._catch_up()
         found = (row for row in self._rows.values() if engine_id in row.engines())
-        for row in sorted(found, key=lambda row: -row.id):
+        for row in sorted(found, key=_row_id, reverse=True):
             if (transfer := self._freeze(row)).direction is not None:
                 return transfer
         return None
 
     def _sorted(self) -> Iterator[Row]:
-        yield from sorted(self._rows.values(), key=lambda row: row.id)
+        yield from sorted(self._rows.values(), key=_row_id)
 
     def oldest_live_ns(self, engine_id: str) -> int | None:
         """Return when the engine's oldest live row was first seen."""
-        tally = self.tallies.get(engine_id)
-        live = tally.live if tally else ()
-        return min((self._rows[row_id].first_seen_ns for row_id in live), default=None)
+        return min((row.first_seen_ns for row in self._live_rows(engine_id)), default=None)
 
-    def _find(self, engine_id: str, event: TransferEvent) -> Row:
-        """Return the row that an event belongs to, making one if there is none."""
-        known = self._by_request.get((engine_id, event.side, event.request_id))
-        if known is None and (peer := _peer_of(event)):
-            known = self._by_request.get(peer)
-        if known is None:
-            known = self._waiting.get((event.side, base_request_id(event.request_id)))
-        if known is not None and self._rows[known].may_be(event.side, engine_id, event.request_id):
-            return self._rows[known]
-        row = Row(self._next_id)
-        self._next_id += 1
-        self._rows[row.id] = row
+    def _meet(self, engine_id: str, event: TransferEvent) -> Row:
+        """Return the row to which a side belongs that has not reported yet, making one if there is none."""
+        side, request_id = event.side, event.request_id
+        base = base_request_id(request_id)
+        key: RequestKey = (engine_id, side, request_id)
+        row = self._by_request.get(key)
+        if row is None and event.peer_engine_id and event.peer_request_id:
+            row = self._by_request.get((event.peer_engine_id, OTHER[side], event.peer_request_id))
+        if row is None:
+            row = self._waiting.get((side, base))
+        if row is None or not row.may_be(side, engine_id, request_id):
+            row = Row(self._next_id)
+            self._next_id += 1
+            self._rows[row.id] = row
+        row.meet(side, engine_id, request_id)
+        self._name(row, key)
+        self._by_request[key] = row
+        self._waiting.pop((side, base), None)
+        if row.reported_by(OTHER[side]) is None:
+            self._waiting[OTHER[side], base] = row
         return row
 
-    def _join(self, row: Row, event: TransferEvent) -> Row:
-        """Merge the peer's row into this one where an event names a peer that has a row of its own."""
-        peer = _peer_of(event)
-        other_id = self._by_request.get(peer, row.id) if peer else row.id
-        if other_id == row.id:
+    def _hear_of_peer(
+        self, row: Row, event: TransferEvent, peer_engine_id: str, changed: dict[int, Row]
+    ) -> Row:
+        """Note whom an event names as its peer; return the row, merged if the peer has its own."""
+        other = OTHER[event.side]
+        row.hear_of(other, peer_engine_id, event.peer_request_id)
+        if not event.peer_request_id:
             return row
-        older, younger = sorted((row, self._rows[other_id]), key=lambda each: each.id)
+        key: RequestKey = (peer_engine_id, other, event.peer_request_id)
+        theirs = self._by_request.get(key)
+        if theirs is None:
+            self._name(row, key)
+            self._by_request[key] = row
+            return row
+        if theirs is row:
+            return row
+        older, younger = (row, theirs) if row.id < theirs.id else (theirs, row)
+        changed.pop(younger.id, None)
+        self._merge(older, younger)
+        return older
+
+    @staticmethod
+    def _name(row: Row, key: RequestKey) -> None:
+        if key not in row.keys:
+            row.keys.append(key)
+
+    def _merge(self, older: Row, younger: Row) -> None:
+        """Take all that is known of one row over into another."""
         self._untally(younger)
+        self._stop_waiting(older, younger)
         older.absorb(younger)
         del self._rows[younger.id]
         self._finished.pop(younger.id, None)
         self._forget(younger.id)
         for key in younger.keys:
-            self._by_request[key] = older.id
-        for waited in younger.waits_for | older.waits_for:
-            if self._waiting.get(waited) in (older.id, younger.id):
-                del self._waiting[waited]
-        return older
+            self._by_request[key] = older
 
-    def _index(self, row: Row, engine_id: str, event: TransferEvent) -> None:
-        key: RequestKey = (engine_id, event.side, event.request_id)
-        self._by_request[key] = row.id
-        row.keys.add(key)
-        if peer := _peer_of(event):
-            row.keys.add(peer)
-            self._by_request.setdefault(peer, row.id)
-        base = base_request_id(event.request_id)
-        self._waiting.pop((event.side, base), None)
-        other = _OTHER[event.side]
-        if row.reported_by(other) is None:
-            self._waiting[(other, base)] = row.id
-            row.waits_for.add((other, base))
+    def _stop_waiting(self, *rows: Row) -> None:
+        for row in rows:
+            for side, request_id in row.reports():
+                waited = OTHER[side], base_request_id(request_id)
+                if self._waiting.get(waited) in rows:
+                    del self._waiting[waited]
 
     def _touch(self, row: Row) -> None:
         """Bring counters, the ring and the order of change up to date with a row that changed."""
-        self._untally(row)
         row.settle()
         self._tally(row)
-        self.version += 1
-        row.version = self.version
-        row.frozen = None
-        self._rows.move_to_end(row.id)
+        self._version += 1
+        row.version = self._version
+        del self._rows[row.id]
+        self._rows[row.id] = row
         if row.live:
             self._finished.pop(row.id, None)
+            over_ns = row.over_for_one_side_ns()
+            if over_ns is not None:
+                self._overdue.setdefault(row.id, over_ns)
             return
         if row.stage == "done" and not row.announced:
             row.announced = True
@@ -258,44 +315,54 @@ class Ledger:
         row = self._rows.pop(row_id)
         del self._finished[row_id]
         for key in row.keys:
-            if self._by_request.get(key) == row_id:
+            if self._by_request.get(key) is row:
                 del self._by_request[key]
-        for waited in row.waits_for:
-            if self._waiting.get(waited) == row_id:
-                del self._waiting[waited]
+        self._stop_waiting(row)
         self._forget(row_id)
 
     def _forget(self, row_id: int) -> None:
-        self.version += 1
+        self._version += 1
         if len(self._forgotten) == self._forgotten.maxlen:
-            self.complete_since = self._forgotten[0][0]
-        self._forgotten.append((self.version, row_id))
+            self._complete_since = self._forgotten[0][0]
+        self._forgotten.append((self._version, row_id))
 
     def _tally(self, row: Row) -> None:
-        row.tallied = (row.stage, row.error_class, row.engines())
-        self._count(row, 1)
+        """Count a row as what it is now."""
+        now = (row.stage, row.error_class, row.engines())
+        if now != row.tallied:
+            self._untally(row)
+            row.tallied = now
+            self._count(row, 1)
 
     def _untally(self, row: Row) -> None:
-        self._count(row, -1)
-        row.tallied = None
+        if row.tallied is not None:
+            self._count(row, -1)
+            row.tallied = None
 
     def _count(self, row: Row, sign: int) -> None:
-        if row.tallied is None:
-            return
+        assert row.tallied is not None
         stage, error_class, engines = row.tallied
-        for tally in (self.total, *(self.tallies.setdefault(each, Tally()) for each in engines)):
+        for tally in (self._total, *map(self._tally_of, engines)):
             if row.live_stage(stage):
                 tally.depths[stage] += sign
                 if sign > 0:
-                    tally.live[row.id] = None
+                    tally.live[row.id] = row
                 else:
-                    tally.live.pop(row.id, None)
+                    del tally.live[row.id]
             elif stage == "done":
                 tally.done += sign
             else:
                 tally.failed[error_class or "other"] += sign
 
+    def _tally_of(self, engine_id: str) -> Tally:
+        tally = self._tallies.get(engine_id)
+        if tally is None:
+            tally = self._tallies[engine_id] = Tally()
+        return tally
+
     def _freeze(self, row: Row) -> Transfer:
-        if row.frozen is None:
-            row.frozen = row.freeze(self._name_of)
-        return row.frozen
+        return row.freeze(self._name_of)
+
+
+def _row_id(row: Row) -> int:
+    return row.id

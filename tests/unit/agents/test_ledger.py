@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtop.agents.events import Direction, Side, TransferEvent
 from kvtop.agents.latency import NS
-from kvtop.agents.ledger import Ledger
+from kvtop.agents.ledger import MOST_ASIDE, Ledger
 from kvtop.agents.model import LIVE_STAGES, Transfer
 
 P, D = "engine-p", "engine-d"
@@ -405,3 +405,14 @@ def test_a_prompt_may_itself_be_computed_from_kv_that_is_read_back(
         for row in ledger.snapshot(finished=10)
     ]
     assert sorted(rows, key=str) == [("done", "pull", D, P), ("done", "push", P, D)]
+
+
+def test_what_waits_to_be_joined_is_bounded_also_where_nobody_asks() -> None:
+    done: list[int] = []
+    ledger = Ledger(completed=lambda row: done.append(row.id))
+    for number in range(2 * MOST_ASIDE):
+        ledger.apply(
+            P, TransferEvent(at_ns=2, side="prefill", request_id=f"r{number}", step="done", **FIGURES)
+        )
+
+    assert MOST_ASIDE <= len(done) <= 2 * MOST_ASIDE

@@ -20,7 +20,8 @@ COMPLETION_GRACE_S: Final = 5.0
 """How long after KV arrived, or P's blocks were freed, the initiator's completion may still be reported."""
 MOST_ASIDE: Final = 4096
 """How many events wait at most until they are taken."""
-_SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
+_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
+_SUFFIX_LENGTH: Final = 9
 
 
 def base_request_id(request_id: str) -> str:
@@ -31,7 +32,8 @@ def base_request_id(request_id: str) -> str:
     >>> base_request_id("cmpl-abc-0-1a2b3c4d")
     'cmpl-abc-0'
     """
-    return _SUFFIX.sub("", request_id)
+    at = len(request_id) - _SUFFIX_LENGTH
+    return request_id[:at] if at >= 0 and _SUFFIX.match(request_id, at) else request_id
 
 
 class Tally:

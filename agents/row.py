@@ -111,7 +111,7 @@ class Row:
     @property
     def bytes(self) -> int | None:
         """Payload bytes over all ranks that are done; None while unknown."""
-        return _total(rank.bytes for rank in self._ranks.values()) if self._ranks else None
+        return _summed(self._ranks).bytes
 
     @property
     def error_class(self) -> ErrorClass | None:
@@ -255,7 +255,7 @@ class Row:
         times_ns = self.times_ns
         expected = max(1, self._ranks_expected or 1)  # an engine may report anything
         if self._ranks and len(self._ranks) >= expected:
-            times_ns["done"] = max(rank.at_ns for rank in self._ranks.values())
+            times_ns["done"] = _summed(self._ranks).at_ns
         elif self.completed_unseen or "skipped" in times_ns:
             marks: tuple[Mark, ...] = ("received", "skipped", "released")
             times_ns["done"] = next(times_ns[mark] for mark in marks if mark in times_ns)
@@ -289,7 +289,7 @@ class Row:
     def freeze(self, name_of: Callable[[str], str]) -> Transfer:
         """Return the row as a value for consoles."""
         error = self._reason()
-        ranks = self._ranks.values() if self._ranks else ()
+        moved = _summed(self._ranks)
         times_ns = self.times_ns
         return Transfer(
             id=self.id,
@@ -301,11 +301,11 @@ class Row:
             decode=_endpoint(self.decode, name_of),
             times_ns={step: times_ns[step] for step in sorted(times_ns, key=times_ns.__getitem__)},
             blocks=self._blocks_of_d if self._blocks_of_p is None else self._blocks_of_p,
-            bytes=_total(rank.bytes for rank in ranks) if ranks else None,
-            descriptors=_total(rank.descriptors for rank in ranks) if ranks else None,
-            post_us=_slowest(rank.post_us for rank in ranks) if ranks else None,
-            wire_us=_slowest(rank.wire_us for rank in ranks) if ranks else None,
-            ranks_done=len(ranks),
+            bytes=moved.bytes,
+            descriptors=moved.descriptors,
+            post_us=moved.post_us,
+            wire_us=moved.wire_us,
+            ranks_done=len(self._ranks) if self._ranks else 0,
             ranks_expected=self._ranks_expected,
             lease_deadline_ns=self._lease_deadline_ns,
             error_class=error[1] if error else None,
@@ -322,6 +322,25 @@ class Row:
 
 def _endpoint(party: Party | None, name_of: Callable[[str], str]) -> Endpoint | None:
     return party and Endpoint(party.engine_id, name_of(party.engine_id), party.request_id)
+
+
+_NOTHING: Final = _RankDone(0, None, None, None, None)
+
+
+def _summed(ranks: dict[int, _RankDone] | None) -> _RankDone:
+    """Return what all ranks moved together, and the slowest one's durations."""
+    if not ranks:
+        return _NOTHING
+    if len(ranks) == 1:
+        return next(iter(ranks.values()))
+    done = ranks.values()
+    return _RankDone(
+        max(rank.at_ns for rank in done),
+        _total(rank.bytes for rank in done),
+        _total(rank.descriptors for rank in done),
+        _slowest(rank.post_us for rank in done),
+        _slowest(rank.wire_us for rank in done),
+    )
 
 
 def _latest(known: int | None, new: int | None) -> int | None:

@@ -17,6 +17,7 @@ import msgspec
 from kvtop import __version__
 from kvtop.agents.act import Command
 from kvtop.agents.audit import AuditLog
+from kvtop.agents.broadcast import Broadcast, next_beat
 from kvtop.agents.commands import Commands
 from kvtop.agents.events import (
     ENGINE_BATCH,
@@ -32,11 +33,11 @@ from kvtop.agents.events import (
 )
 from kvtop.agents.instances import Attachment, Instances
 from kvtop.agents.ledger import FINISHED_KEPT, Ledger
-from kvtop.agents.model import CLIENT_HELLO, CLIENT_MESSAGE, Delta, Node, Snapshot, Subscribe
+from kvtop.agents.model import CLIENT_HELLO, CLIENT_MESSAGE, Node, Subscribe
 from kvtop.agents.row import Row
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.scene import Scene
-from kvtop.agents.streams import read_frame, write_frame
+from kvtop.agents.streams import read_frame, write, write_frame
 from kvtop.agents.who import Who, peer_credentials, who_is
 from kvtop.agents.wire import (
     MAX_INBOUND_FRAME_BYTES,
@@ -54,7 +55,6 @@ logger = logging.getLogger("kvtop.agent")
 
 SOFTWARE: Final = f"kvtop {__version__}"
 HELLO_TIMEOUT_S: Final = 10.0
-MIN_INTERVAL_S: Final = 0.1
 REFRESH_S: Final = 1.0
 MAX_UNSENT_BYTES: Final = 1 << 16
 """Most bytes of orders that wait for an engine process that does not read."""
@@ -78,6 +78,7 @@ class Agent:
             attached=self.instances.attached,
             completed=self._count_bytes,
         )
+        self._broadcast = Broadcast(self.instances, self.ledger, self.node)
         self._scene = Scene(self.instances, self.ledger)
         self.commands = Commands(self._scene, audit or AuditLog(None), self.started_ns)
 
@@ -93,14 +94,6 @@ class Agent:
             finished_kept=self.ledger.finished_kept,
             transfers_done=self.ledger.total.done,
             transfers_failed={**self.ledger.total.failed},
-        )
-
-    def snapshot(self, finished: int) -> Snapshot:
-        """Return all that is known now, with at most `finished` ended transfers."""
-        return Snapshot(
-            node=self.node(),
-            instances=self.instances.freeze(time.monotonic_ns()),
-            transfers=self.ledger.snapshot(finished),
         )
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: Role) -> None:
@@ -225,30 +218,12 @@ class Agent:
 
         One that fell so far behind that forgotten rows can no longer be named gets another snapshot.
         """
-        version = self.ledger.version
-        snapshot = self.snapshot(max(0, wanted.finished))
-        known = {instance.engine_id: instance for instance in snapshot.instances}
-        await write_frame(writer, snapshot)
+        frame, mark = self._broadcast.snapshot(wanted.finished)
+        await write(writer, frame)
         while wanted.interval_s is not None:
-            await asyncio.sleep(max(MIN_INTERVAL_S, wanted.interval_s))
-            if version < self.ledger.complete_since:
-                version = self.ledger.version
-                snapshot = self.snapshot(max(0, wanted.finished))
-                known = {instance.engine_id: instance for instance in snapshot.instances}
-                await write_frame(writer, snapshot)
-                continue
-            changed, forgotten = self.ledger.changes(version)
-            version = self.ledger.version
-            instances = self.instances.freeze(time.monotonic_ns())
-            delta = Delta(
-                node=self.node(),
-                instances=[each for each in instances if known.get(each.engine_id) != each],
-                transfers=changed,
-                forgotten=forgotten,
-                gone=sorted(known.keys() - {each.engine_id for each in instances}),
-            )
-            known = {each.engine_id: each for each in instances}
-            await write_frame(writer, delta)
+            await next_beat(wanted.interval_s)
+            frame, mark = self._broadcast.since(mark) or self._broadcast.snapshot(wanted.finished)
+            await write(writer, frame)
 
     async def keep_time(self, exit_when_idle_s: float | None, reachable: Callable[[], bool]) -> None:
         """Judge instances as time passes; return when there is no more reason to serve.

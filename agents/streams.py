@@ -57,5 +57,10 @@ async def read_frame(reader: Reader, limit_bytes: int) -> bytes | None:
 
 async def write_frame(writer: Writer, message: msgspec.Struct) -> None:
     """Write one frame, and wait until the other side takes it."""
-    writer.write(encode_frame(message))
+    await write(writer, encode_frame(message))
+
+
+async def write(writer: Writer, frame: bytes) -> None:
+    """Write what is a frame already, and wait until the other side takes it."""
+    writer.write(frame)
     await writer.drain()

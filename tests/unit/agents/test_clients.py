@@ -66,7 +66,7 @@ async def test_a_conversation_that_cannot_go_on_ends(
     async with await connect_unix(paths.view) as console:
         updates = console.updates(0.1)
         await anext(updates)
-        monkeypatch.setattr(agent, "node", None)
+        monkeypatch.setattr(agent.ledger, "changes", None)
         with pytest.raises(ConnectionError):
             async with asyncio.timeout(10):
                 await anext(updates)

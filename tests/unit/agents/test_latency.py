@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from ddsketch import DDSketch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtop.agents.latency import NS, LatencyWindow, histogram, merge, quantile
+from kvtop.agents.latency import NS, RELATIVE_ERROR, LatencyWindow, histogram, merge, quantile
 from kvtop.agents.model import Latency, Sketch
 
 durations = st.lists(st.floats(1e-5, 100.0), min_size=1, max_size=200)
@@ -81,3 +82,25 @@ def test_samples_of_nothing_but_zero_are_counted() -> None:
     assert (frozen.ttft.count, frozen.ttft.zero_count, frozen.ttft.counts) == (2, 2, [])
     assert quantile(frozen.ttft, 0.5) == 0
     assert merge([frozen.ttft, frozen.ttft]).count == 4
+
+
+@given(durations)
+def test_samples_are_counted_in_the_same_bins_as_the_library_counts_them_in(samples: list[float]) -> None:
+    library = DDSketch(RELATIVE_ERROR)
+    for sample in samples:
+        library.add(sample)
+
+    ours = window_of(samples).ttft
+
+    bins = {ours.offset + position: count for position, count in enumerate(ours.counts) if count}
+    store = library._store
+    assert bins == {
+        key: store.bins[key - store.offset]
+        for key in range(store.min_key, store.max_key + 1)
+        if store.bins[key - store.offset]
+    }
+
+
+@pytest.mark.parametrize("extremes", [[1e-300, 1e300], [5e-324, 1e9, 0.1]])
+def test_no_sample_makes_a_sketch_that_is_too_large_to_send(extremes: list[float]) -> None:
+    assert len(window_of(extremes).ttft.counts) < 2_000

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvtop.agents.facts import Host
 from kvtop.agents.instances import Instances
 from kvtop.agents.ledger import Ledger
 from kvtop.agents.model import Delta, Instance, Node, Snapshot
@@ -26,17 +27,24 @@ class Mark(NamedTuple):
     version: int
     """The ledger's."""
     instances: dict[str, Instance]
+    host: Host | None
 
 
 class Broadcast:
     """Frames for consoles, from what the agent knows at this moment."""
 
-    def __init__(self, instances: Instances, ledger: Ledger, node: Callable[[], Node]) -> None:
+    def __init__(
+        self,
+        instances: Instances,
+        ledger: Ledger,
+        node: Callable[[], Node],
+        host: Callable[[], Host | None],
+    ) -> None:
         """Tell what these know."""
-        self._instances, self._ledger, self._node = instances, ledger, node
+        self._instances, self._ledger, self._node, self._host = instances, ledger, node, host
         self._built_s = 0.0
         self._frames: dict[tuple[int, int], tuple[bytes, Mark]] = {}
-        self._now = Mark(0, {})
+        self._now = Mark(0, {}, None)
         """What who is served now has been told then; that it may be told a little more does no harm."""
 
     def snapshot(self, finished: int) -> tuple[bytes, Mark]:
@@ -47,6 +55,7 @@ class Broadcast:
             node=self._node(),
             instances=list(self._now.instances.values()),
             transfers=self._ledger.snapshot(max(0, finished)),
+            host=self._now.host,
         )
         return encode_frame(told), self._now
 
@@ -72,6 +81,7 @@ class Broadcast:
                 transfers=changed,
                 forgotten=forgotten,
                 gone=sorted(known.keys() - now.keys()),
+                host=None if self._now.host == mark.host else self._now.host,
             )
         )
 
@@ -82,7 +92,8 @@ class Broadcast:
             self._built_s = now_s
             self._frames.clear()
             instances = self._instances.freeze(time.monotonic_ns())
-            self._now = Mark(self._ledger.version, {each.engine_id: each for each in instances})
+            known = {each.engine_id: each for each in instances}
+            self._now = Mark(self._ledger.version, known, self._host())
 
 
 async def next_beat(interval_s: float) -> None:

@@ -84,6 +84,12 @@ def cli(context: click.Context, runtime_dir: Path | None) -> None:
     help="The SSH server's private key; made if missing (default: in the runtime folder).",
 )
 @click.option(
+    "--engine-logs/--no-engine-logs",
+    default=True,
+    show_default=True,
+    help="Keep the last lines that an engine which died had logged.",
+)
+@click.option(
     "--log-level",
     default="info",
     show_default=True,
@@ -97,6 +103,7 @@ def run(
     ssh_listen: str | None,
     ssh_authorized_keys: Path | None,
     ssh_host_key: Path | None,
+    engine_logs: bool,
     log_level: str,
 ) -> None:
     """Run an agent in the foreground until it is told to end."""
@@ -120,7 +127,7 @@ def run(
                 click.echo(f"an agent serves {paths.folder} already (pid {holder})", err=True)
                 return
             keep_small(paths.log)
-            agent = Agent(finished_kept=finished, audit=AuditLog(paths.audit))
+            agent = Agent(finished_kept=finished, audit=AuditLog(paths.audit), engine_logs=engine_logs)
             asyncio.run(serve(agent, paths, ssh, exit_when_idle))
     except (RuntimeFolderError, OSError, ValueError) as error:
         raise _Failure(str(error), EXIT_FAILED) from error

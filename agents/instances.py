@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
-import psutil
 
 from kvtop.agents.events import Direction, EngineHello, EngineStats, InstanceReport
+from kvtop.agents.exits import ExitWatch, sentence
+from kvtop.agents.facts import Exit, ProcessStats
+from kvtop.agents.host import Watched, status_of
 from kvtop.agents.latency import NS, LatencyWindow
 from kvtop.agents.ledger import Ledger, Tally
 from kvtop.agents.model import Gap, Instance, InstanceState
@@ -36,24 +39,26 @@ class Attachment:
     dropped: int = 0
     send: Callable[[msgspec.Struct], bool] | None = None
     """Queues a frame for the process; False where it takes no more. None once it is detached."""
+    watch: ExitWatch = field(kw_only=True)
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone, or has said that it goes."""
-        return not self.attached and (self.stopping or not _runs(self.hello.pid))
+        return not self.attached and (self.stopping or not self.watch.runs)
+
+    @property
+    def silence(self) -> str:
+        """Why it says nothing."""
+        if not self.attached:
+            return f"{self.label} lost its connection"
+        if status_of(self.watch.pid) in ("stopped", "tracing-stop"):
+            return f"{self.label} is stopped (by a signal or a debugger; kill -CONT lets it go on)"
+        return f"{self.label} sends nothing"
 
     @property
     def label(self) -> str:
         """For people: `engine-core (pid 12)`."""
         return f"{self.hello.process} (pid {self.hello.pid})"
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process of this pid exists and is more than an unreaped entry."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 class RateWindow:
@@ -92,6 +97,7 @@ class InstanceRecord:
     received: RateWindow = field(default_factory=RateWindow)
     gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     gone: bool = False
+    exit: Exit | None = None
 
     def make_way_for(self, hello: EngineHello) -> None:
         """Forget the processes that a new one replaces.
@@ -100,11 +106,19 @@ class InstanceRecord:
         earlier processes then say nothing about this instance any more.
         """
         if self.gone:
+            self.close()
             self.processes.clear()
+            self.exit = None
             return
         for pid, each in list(self.processes.items()):
             if not each.attached and (each.hello.process, each.hello.rank) == (hello.process, hello.rank):
+                each.watch.close()
                 del self.processes[pid]
+
+    def close(self) -> None:
+        """Watch its processes no more."""
+        for each in self.processes.values():
+            each.watch.close()
 
     @property
     def mode(self) -> Direction:
@@ -159,9 +173,14 @@ class InstanceRecord:
 class Instances:
     """All instances that attached to this agent, by engine id."""
 
-    def __init__(self, ledger: Callable[[], Ledger]) -> None:
+    def __init__(self, ledger: Callable[[], Ledger], *, engine_logs: bool = True) -> None:
         """Begin empty; `ledger` is asked for what it counts for each instance."""
         self.records: dict[str, InstanceRecord] = {}
+        self.stats: dict[int, ProcessStats] = {}
+        """The latest sample of the processes, by the pid that they have here."""
+        self.observed: Callable[[], list[Instance]] = list
+        """Returns the instances that do not attach but are read."""
+        self._engine_logs = engine_logs
         self._ledger = ledger
 
     def name_of(self, engine_id: str) -> str:
@@ -175,11 +194,18 @@ class Instances:
         return record is not None and not record.gone
 
     def attach(
-        self, hello: EngineHello, now_ns: int, send: Callable[[msgspec.Struct], bool] | None = None
+        self,
+        hello: EngineHello,
+        now_ns: int,
+        send: Callable[[msgspec.Struct], bool] | None = None,
+        *,
+        seen_pid: int | None = None,
     ) -> Attachment:
         """Take a process's hello. A new incarnation under a known name replaces the old one.
 
-        `send` queues a frame for the process, and returns False where it takes no more.
+        `send` queues a frame for the process, and returns False where it takes no more. `seen_pid` is the pid
+        that the kernel says it has here, 0 where it cannot be seen: in another pid namespace it differs from
+        the one in its hello.
         """
         record = self.records.get(hello.engine_id)
         if record is None:
@@ -191,8 +217,14 @@ class Instances:
         if record.reporting_pid not in record.processes:
             record.report = None  # what held in an engine ends with its process
         record.newest, record.gone = hello, False
+        record.exit = None
+        pid = hello.pid if seen_pid is None else seen_pid
+        if before is None or before.watch.pid != pid or not before.watch.runs:
+            watch = ExitWatch(pid, logs=self._engine_logs, ended=lambda: self._on_end(record))
+        else:
+            watch = before.watch
         attachment = record.processes[hello.pid] = Attachment(
-            record, hello, now_ns, dropped=hello.dropped_events, send=send
+            record, hello, now_ns, dropped=hello.dropped_events, send=send, watch=watch
         )
         if hello.previous_agent_lost_ns is not None:
             lost = hello.dropped_events - before.dropped if before else 0  # else the total tells of no gap
@@ -209,6 +241,7 @@ class Instances:
         gone.sort(key=lambda each: each[1].state_since_ns)
         for position, (engine_id, record) in enumerate(gone):
             if record.newest.name in present or position < len(gone) - GONE_KEPT:
+                record.close()
                 del self.records[engine_id]
 
     def heard(self, attachment: Attachment, dropped_events: int, now_ns: int) -> None:
@@ -227,14 +260,29 @@ class Instances:
     def refresh(self, now_ns: int) -> None:
         """Judge every instance anew, as time passes."""
         for record in self.records.values():
+            for each in record.processes.values():
+                each.watch.sample()
             self._judge(record, now_ns)
         self._forget_gone()
+
+    def watched(self) -> list[Watched]:
+        """Return the processes that are to be sampled."""
+        return [
+            Watched(each.watch.pid, each.hello.process, each.hello.rank)
+            for record in self.records.values()
+            for each in record.processes.values()
+            if not record.gone and each.attached and each.watch.pid
+        ]
+
+    def _on_end(self, record: InstanceRecord) -> None:
+        """Judge an instance at the moment at which one of its processes ended."""
+        self._judge(record, time.monotonic_ns())
 
     def _judge(self, record: InstanceRecord, now_ns: int) -> None:
         """Derive an instance's state from its processes."""
         processes = list(record.processes.values())
         lost = [each for each in processes if each.ended]
-        crashed = next((each for each in lost if not each.stopping), None)
+        crashed = min((each for each in lost if not each.stopping), key=_ended_ns, default=None)
         if len(lost) == len(processes) or crashed:
             self._bury(record, crashed, now_ns)
             return
@@ -246,8 +294,7 @@ class Instances:
         ]
         if silent:
             quietest = min(silent, key=lambda each: each.heard_ns)
-            why = "sends nothing" if quietest.attached else "lost its connection"
-            record.enter("stale", quietest.heard_ns, f"{quietest.label} {why}")
+            record.enter("stale", quietest.heard_ns, quietest.silence)
         elif record.load or any(each.hello.process == "api-server" for each in processes):
             self._serve(record, now_ns)
         else:
@@ -268,17 +315,21 @@ class Instances:
         self._judge(record, now_ns)
 
     def _bury(self, record: InstanceRecord, crashed: Attachment | None, now_ns: int) -> None:
+        last = crashed or max(record.processes.values(), key=_ended_ns)
+        if record.exit is None and not last.watch.runs:  # what stops in order may take its time to end
+            record.exit = last.watch.exit(last.label, in_order=last.stopping, now_ns=now_ns)
+        reason = sentence(record.exit) if record.exit else "shut down in order"
+        record.enter("down" if crashed else "stopped", now_ns, reason)
         if record.gone:
             return
         record.gone = True
-        reason = f"{crashed.label} ended without a word" if crashed else "shut down in order"
-        record.enter("down" if crashed else "stopped", now_ns, reason)
         record.load = record.report = None
         self._ledger().engine_gone(record.newest.engine_id, now_ns, f"{record.newest.name}: {reason}")
 
     def freeze(self, now_ns: int) -> list[Instance]:
         """Return all instances as values for consoles, ordered by role and name."""
         frozen = [self._freeze(record, now_ns) for record in self.records.values()]
+        frozen += self.observed()
         return sorted(frozen, key=lambda each: (each.role != "prefill", each.role, each.name))
 
     def _freeze(self, record: InstanceRecord, now_ns: int) -> Instance:
@@ -318,4 +369,16 @@ class Instances:
             quarantined_since_ns=report.quarantined_since_ns if report else None,
             pairs=report.pairs if report else [],
             orders=sorted({kind for each in record.takers() for kind in each.hello.orders}),
+            processes=self._stats_of(record),
+            exit=record.exit,
         )
+
+    def _stats_of(self, record: InstanceRecord) -> list[ProcessStats]:
+        """Return the samples of an instance's processes."""
+        pids = sorted({each.watch.pid for each in record.processes.values() if each.attached})
+        return [self.stats[pid] for pid in pids if pid in self.stats]
+
+
+def _ended_ns(process: Attachment) -> float:
+    """When a process ended, as far as the kernel said so."""
+    return process.watch.ended_ns or float("inf")

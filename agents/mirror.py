@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtop.agents.facts import Host
 from kvtop.agents.model import Delta, Instance, Node, Snapshot, Transfer
 
 
@@ -15,10 +16,12 @@ class Mirror:
         """By engine id."""
         self.transfers: dict[int, Transfer] = {}
         """By row id."""
+        self.host: Host | None = None
 
     def apply(self, message: Snapshot | Delta) -> None:
         """Take a message: a snapshot replaces everything, a delta what it names."""
         self.node = message.node
+        self.host = message.host if isinstance(message, Snapshot) else message.host or self.host
         if isinstance(message, Snapshot):
             self.instances.clear()
             self.transfers.clear()

@@ -12,6 +12,7 @@ import msgspec
 
 from kvtop.agents.act import Command, Outcome, Plan, Progress
 from kvtop.agents.events import Direction, ErrorClass, Mark, PairReport, Role, Stage
+from kvtop.agents.facts import BucketedLatency, Exit, Host, KvCounters, ProcessStats
 from kvtop.agents.wire import Clock, Refusal, Welcome
 
 SCHEMA_VERSION: Final = 1
@@ -72,7 +73,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     name: str
     role: Role
-    mode: Direction
+    mode: Direction | None
     """The direction that requests take unless they name one, as the engine reports it."""
     state: InstanceState
     state_since_ns: int
@@ -81,7 +82,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     software: str = ""
     pids: list[int] = []
-    tp_size: int = 1
+    tp_size: int | None = 1
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
@@ -92,7 +93,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes_per_s: float | None = None
     """Payload bytes of completed transfers per wall-clock second over `rate_window_s`."""
     rate_window_s: float = 10.0
-    transfers_done: int = 0
+    transfers_done: int | None = 0
     transfers_failed: dict[str, int] = {}
     """Ended without success since the agent knows the instance, by `ErrorClass`."""
     oldest_live_ns: int | None = None
@@ -114,6 +115,19 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """What its engine knows of each peer."""
     orders: list[str] = []
     """The kinds of order that it takes (`kvtop.agents.orders.OrderKind`); none where it only reports."""
+    processes: list[ProcessStats] = []
+    """Its attached processes, in order of pid; empty where the agent does not sample them."""
+    exit: Exit | None = None
+    """How it ended, once it is down or stopped."""
+    observed: str = ""
+    """What the agent reads it from, e.g. `vLLM /metrics`; empty where kvtop's connector reports. Of an
+    observed one there is no transfer in the ledger, and it takes no order."""
+    queues: dict[str, int] = {}
+    """Requests in an observed server's KV queues, by its own names for them."""
+    latency_buckets: BucketedLatency | None = None
+    """In place of `latency`, where only a server's histograms are known."""
+    kv_counters: KvCounters | None = None
+    """Where it is observed: its own KV counters."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -191,6 +205,8 @@ class Snapshot(msgspec.Struct, tag="snapshot", frozen=True, kw_only=True):
     node: Node
     instances: list[Instance] = []
     transfers: list[Transfer] = []
+    host: Host | None = None
+    """None until it was first sampled."""
 
 
 class Delta(msgspec.Struct, tag="delta", frozen=True, kw_only=True):
@@ -203,6 +219,8 @@ class Delta(msgspec.Struct, tag="delta", frozen=True, kw_only=True):
     """Ids of transfers that left the agent's ring, or turned out to be another row's."""
     gone: list[str] = []
     """Engine ids of instances that the agent no longer shows."""
+    host: Host | None = None
+    """None where it is as it was."""
 
 
 AgentMessage = Welcome | Refusal | Snapshot | Delta | Plan | Progress | Outcome

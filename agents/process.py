@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtop.agents.host import sample_host
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
 
@@ -79,5 +80,7 @@ async def serve(
         timekeeper = asyncio.create_task(agent.keep_time(exit_when_idle_s, paths.lock.exists))
         timekeeper.add_done_callback(lambda _task: stop.set())
         ending.callback(timekeeper.cancel)
+        sampling = asyncio.create_task(sample_host(paths.folder, agent.instances.watched, agent.sampled))
+        ending.callback(sampling.cancel)
         logger.info("serving %s", paths.folder)
         await stop.wait()

@@ -31,6 +31,7 @@ from kvtop.agents.events import (
     OrderAnswer,
     TransferEvent,
 )
+from kvtop.agents.facts import Host, ProcessStats
 from kvtop.agents.instances import Attachment, Instances
 from kvtop.agents.ledger import FINISHED_KEPT, Ledger
 from kvtop.agents.model import CLIENT_HELLO, CLIENT_MESSAGE, Node, Subscribe
@@ -65,20 +66,23 @@ Role = Literal["engine", "view", "operate"]
 class Agent:
     """What one agent knows, and its conversations with engines and consoles."""
 
-    def __init__(self, *, finished_kept: int = FINISHED_KEPT, audit: AuditLog | None = None) -> None:
-        """Begin knowing nothing; record commands in `audit`."""
+    def __init__(
+        self, *, finished_kept: int = FINISHED_KEPT, audit: AuditLog | None = None, engine_logs: bool = True
+    ) -> None:
+        """Begin knowing nothing; record commands in `audit`, and keep the last words of engines that die."""
         self.started_ns = time.monotonic_ns()
         self.rejected_frames = 0
         self.connections = 0
         self.idle_since_ns = self.started_ns
-        self.instances = Instances(lambda: self.ledger)
+        self.instances = Instances(lambda: self.ledger, engine_logs=engine_logs)
+        self.host: Host | None = None
         self.ledger = Ledger(
             finished_kept=finished_kept,
             name_of=self.instances.name_of,
             attached=self.instances.attached,
             completed=self._count_bytes,
         )
-        self._broadcast = Broadcast(self.instances, self.ledger, self.node)
+        self._broadcast = Broadcast(self.instances, self.ledger, self.node, lambda: self.host)
         self._scene = Scene(self.instances, self.ledger)
         self.commands = Commands(self._scene, audit or AuditLog(None), self.started_ns)
 
@@ -95,6 +99,10 @@ class Agent:
             transfers_done=self.ledger.total.done,
             transfers_failed={**self.ledger.total.failed},
         )
+
+    def sampled(self, host: Host, processes: dict[int, ProcessStats]) -> None:
+        """Take a sample of the node and of the processes, by pid."""
+        self.host, self.instances.stats = host, processes
 
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: Role) -> None:
         """Serve one connection to its end. Whatever the other side sends, the agent lives."""
@@ -140,7 +148,8 @@ class Agent:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: EngineHello
     ) -> None:
         """Take an engine process's events until it goes."""
-        attachment = self.instances.attach(hello, time.monotonic_ns(), _sender(writer))
+        pid, _ = peer_credentials(writer)
+        attachment = self.instances.attach(hello, time.monotonic_ns(), _sender(writer), seen_pid=pid)
         logger.info("%s of %s attached", attachment.label, hello.name)
         try:
             while (body := await read_frame(reader, MAX_INBOUND_FRAME_BYTES)) is not None:

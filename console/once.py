@@ -63,6 +63,7 @@ def _answer(target: Target, message: Snapshot) -> NodeState:
         instances=tuple(message.instances),
         transfers={transfer.id: transfer for transfer in message.transfers},
         received=now,
+        host=message.host,
     )
 
 
@@ -78,6 +79,7 @@ def _as_dict(answer: Answer) -> dict[str, Any]:
     return {
         "target": answer.target,
         "node": answer.node,
+        "host": answer.host,
         "instances": answer.instances,
         "transfers": [_with_ratios(transfer) for transfer in answer.transfers.values()],
     }

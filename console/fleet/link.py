@@ -109,4 +109,5 @@ class Link:
             instances=tuple(mirror.instances.values()),
             transfers=dict(mirror.transfers),
             received=self._received,
+            host=mirror.host,
         )

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvtop.agents.facts import Host
 from kvtop.agents.model import LIVE_STAGES, Instance, Node, Transfer
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.errors import ConnectError
@@ -42,6 +43,7 @@ class NodeState(msgspec.Struct, frozen=True):
     transfers: Mapping[int, Transfer] = {}
     received: Moment | None = None
     """When the last message arrived."""
+    host: Host | None = None
 
     @property
     def live(self) -> bool:

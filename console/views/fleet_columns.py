@@ -104,6 +104,8 @@ def _stage_columns() -> Iterator[Column[FleetRow]]:
 def _depth_cell(stage: str) -> Callable[[FleetRow, Moment], Cell]:
     def cell(row: FleetRow, _now: Moment) -> Cell:
         depth = row.figures.stage_depths.get(stage, 0)
+        if row.instance and row.instance.observed:
+            return Cell(fmt.UNKNOWN, "muted")
         return Cell(fmt.count(depth) if depth else "·", _tone(row, "" if depth else "muted"))
 
     return cell
@@ -111,6 +113,11 @@ def _depth_cell(stage: str) -> Callable[[FleetRow, Moment], Cell]:
 
 def _live(of: Figures) -> int:
     return sum(of.stage_depths.get(stage, 0) for stage in LIVE_STAGES)
+
+
+def _live_cell(row: FleetRow, _now: Moment) -> Cell:
+    known = not (row.instance and row.instance.observed)
+    return Cell(fmt.count(_live(row.figures) if known else None), _tone(row))
 
 
 def _oldest(row: FleetRow, now: Moment) -> Cell:
@@ -126,7 +133,7 @@ def _kv_key(row: FleetRow, _now: Moment) -> SortKey:
 
 
 def _role(instance: Instance) -> Cell:
-    return Cell(f"{_ROLES[instance.role]} {instance.mode}", instance.mode)
+    return Cell(f"{_ROLES[instance.role]} {instance.mode or fmt.UNKNOWN}", instance.mode or "muted")
 
 
 def _sim(row: FleetRow, _now: Moment) -> Cell:
@@ -188,7 +195,7 @@ COLUMNS: tuple[Column[FleetRow], ...] = (
         "live",
         "live",
         4,
-        _figure(lambda of: fmt.count(_live(of))),
+        _live_cell,
         "live KV transfers in any stage, now",
         lambda r, _: _live(r.figures),
         drop=11,

@@ -90,6 +90,12 @@ def cli(context: click.Context, runtime_dir: Path | None) -> None:
     help="Keep the last lines that an engine which died had logged.",
 )
 @click.option(
+    "--observe",
+    multiple=True,
+    metavar="URL[,role=prefill|decode][,name=NAME]",
+    help="Also show a stock vLLM or SGLang server, read from its /metrics; may be given several times.",
+)
+@click.option(
     "--log-level",
     default="info",
     show_default=True,
@@ -104,6 +110,7 @@ def run(
     ssh_authorized_keys: Path | None,
     ssh_host_key: Path | None,
     engine_logs: bool,
+    observe: tuple[str, ...],
     log_level: str,
 ) -> None:
     """Run an agent in the foreground until it is told to end."""
@@ -111,6 +118,7 @@ def run(
     from kvtop.agents.own_log import keep_small  # noqa: PLC0415
     from kvtop.agents.process import SshOptions, serve, sole_agent  # noqa: PLC0415
     from kvtop.agents.server import Agent  # noqa: PLC0415
+    from kvtop.agents.stock.observer import Observers, Target  # noqa: PLC0415
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("asyncssh").setLevel(logging.WARNING)
@@ -121,6 +129,10 @@ def run(
             raise click.UsageError("--ssh-listen needs --ssh-authorized-keys: only public keys may connect")
         ssh = SshOptions(host, port, ssh_authorized_keys, ssh_host_key or paths.folder / "ssh_host_key")
     try:
+        observers = Observers([Target.parse(each) for each in observe]) if observe else None
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--observe") from error
+    try:
         paths.prepare()
         with sole_agent(paths) as holder:
             if holder is not None:
@@ -128,7 +140,7 @@ def run(
                 return
             keep_small(paths.log)
             agent = Agent(finished_kept=finished, audit=AuditLog(paths.audit), engine_logs=engine_logs)
-            asyncio.run(serve(agent, paths, ssh, exit_when_idle))
+            asyncio.run(serve(agent, paths, ssh, exit_when_idle, observers))
     except (RuntimeFolderError, OSError, ValueError) as error:
         raise _Failure(str(error), EXIT_FAILED) from error
 

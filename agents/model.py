@@ -129,6 +129,13 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     kv_counters: KvCounters | None = None
     """Where it is observed: its own KV counters."""
 
+    @property
+    def failed(self) -> int | None:
+        """How many of its transfers ended without success, as the ledger or, observed, it itself counts."""
+        if self.observed:
+            return self.kv_counters.failed if self.kv_counters else None
+        return sum(self.transfers_failed.values())
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """One side of a transfer."""

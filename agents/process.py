@@ -15,6 +15,7 @@ from pathlib import Path
 from kvtop.agents.host import sample_host
 from kvtop.agents.runtime import RuntimePaths
 from kvtop.agents.server import Agent, listen
+from kvtop.agents.stock.observer import Observers
 
 logger = logging.getLogger("kvtop.agent")
 
@@ -48,7 +49,11 @@ def sole_agent(paths: RuntimePaths) -> Iterator[int | None]:
 
 
 async def serve(
-    agent: Agent, paths: RuntimePaths, ssh: SshOptions | None, exit_when_idle_s: float | None
+    agent: Agent,
+    paths: RuntimePaths,
+    ssh: SshOptions | None,
+    exit_when_idle_s: float | None,
+    observers: Observers | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until nobody came for long enough; leave no socket behind.
 
@@ -82,5 +87,9 @@ async def serve(
         ending.callback(timekeeper.cancel)
         sampling = asyncio.create_task(sample_host(paths.folder, agent.instances.watched, agent.sampled))
         ending.callback(sampling.cancel)
+        if observers is not None:
+            agent.instances.observed = observers.freeze
+            observing = asyncio.create_task(observers.run())
+            ending.callback(observing.cancel)
         logger.info("serving %s", paths.folder)
         await stop.wait()

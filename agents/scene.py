@@ -68,10 +68,24 @@ class Scene:
         if len(present or found) == 1:
             return (present or found)[0]
         if not found:
+            self._refuse_observed(named)
             names = listed(sorted({each.newest.name for each in self.instances.records.values()}))
             raise Misnamed(f"no instance is called {named!r}; this agent knows {names or 'none'}")
         told = listed(f"{each.newest.engine_id} (pid {min(each.processes, default=0)})" for each in found)
         raise Misnamed(f"{named!r} is the name of {len(found)} instances: name one by its engine id: {told}")
+
+    def _refuse_observed(self, named: str) -> None:
+        """Say of a server that is only observed why nothing can be ordered there.
+
+        Raises:
+            Forbidden: it is one.
+        """
+        for each in self.instances.observed():
+            if named in (each.engine_id, each.name):
+                raise Forbidden(
+                    f"{each.name} takes no orders: it is only observed, through {each.observed}; "
+                    "run it with kvtop's connector"
+                )
 
     def _named(self, named: str) -> list[InstanceRecord]:
         by_id = self.instances.records.get(named)

@@ -89,7 +89,7 @@ def instance_figures(member: Member) -> Figures:
         heard=1,
         unheard=0,
         stage_depths=member.instance.stage_depths,
-        failed=None if member.instance.observed else sum(member.instance.transfers_failed.values()),
+        failed=member.instance.failed,
     )
 
 

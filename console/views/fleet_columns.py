@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvtop.agents import latency
 from kvtop.agents.model import LIVE_STAGES, Instance
+from kvtop.agents.stock.window import quantile_bound
 from kvtop.console.clock import Moment
 from kvtop.console.fleet.figures import Figures
 from kvtop.console.fleet.state import FleetState
@@ -76,13 +77,25 @@ def _quantile(of: Figures, which: Literal["ttft", "itl"], q: float) -> float | N
     return latency.quantile(getattr(of.latency, which), q) if of.latency else None
 
 
+def _latency_cell(which: Literal["ttft", "itl"], q: float) -> Callable[[FleetRow, Moment], Cell]:
+    def cell(row: FleetRow, _now: Moment) -> Cell:
+        buckets = row.instance.latency_buckets if row.instance else None
+        if buckets is None:
+            return Cell(fmt.duration(_quantile(row.figures, which, q)), _tone(row))
+        bound_s = quantile_bound(getattr(buckets, which), q)
+        known = bound_s is not None and bound_s < float("inf")
+        return Cell(f"≤{fmt.duration(bound_s)}" if known else fmt.UNKNOWN, _tone(row))
+
+    return cell
+
+
 def _latency_column(which: Literal["ttft", "itl"], q: float, drop: int) -> Column[FleetRow]:
     title = f"{which.upper()}{q * 100:.0f}"
     return Column(
         id=f"{which}_p{q * 100:.0f}",
         title=title,
         width=7,
-        cell=_figure(lambda of: fmt.duration(_quantile(of, which, q))),
+        cell=_latency_cell(which, q),
         sort_key=lambda row, _: _quantile(row.figures, which, q),
         help=f"{which.upper()} p{q * 100:.0f} over the agent's window, from merged sketches (1 % error)",
         drop=drop,
@@ -137,6 +150,8 @@ def _role(instance: Instance) -> Cell:
 
 
 def _sim(row: FleetRow, _now: Moment) -> Cell:
+    if row.instance and row.instance.observed:
+        return Cell("OBS", "accent")
     return Cell("SIM", "sim") if row.instance and row.instance.simulated else Cell("")
 
 
@@ -153,7 +168,14 @@ COLUMNS: tuple[Column[FleetRow], ...] = (
         flex=3,
         most=32,
     ),
-    Column("sim", "", 3, _sim, "SIM: a simulated engine", right=False),
+    Column(
+        "sim",
+        "",
+        3,
+        _sim,
+        "SIM: a simulated engine; OBS: only observed, through its own metrics",
+        right=False,
+    ),
     Column(
         "role",
         "role",
@@ -244,9 +266,10 @@ COLUMNS: tuple[Column[FleetRow], ...] = (
 
 def fleet_table(fleet: FleetState) -> Table[FleetRow]:
     """Return the table of the Fleet screen: names have the room that they need, SIM is there where needed."""
-    names = [instance.name for node in fleet.nodes for instance in node.instances]
+    instances = [instance for node in fleet.nodes for instance in node.instances]
+    marked = fleet.simulated or any(each.observed for each in instances)
     return Table(
-        for_fleet(COLUMNS, "name", [f" {name}" for name in names], simulated=fleet.simulated),
+        for_fleet(COLUMNS, "name", [f" {each.name}" for each in instances], simulated=marked),
         key=_row_key,
         span=span,
     )

@@ -115,7 +115,8 @@ def span(row: FleetRow, now: Moment) -> tuple[Cell, ...] | None:
         return (Cell(told, STATE_MARKS[state].tone),)
     why = f": {row.instance.state_reason}" if row.instance.state_reason else ""
     when = f"{fmt.clock_time(row.node.wall_s(since))} ({fmt.age(row.node.age_s(since, now))} ago)"
-    return (Cell(f"  └ {state} since {when}{why}", STATE_MARKS[state].tone),)
+    said = "not reporting" if state == "stale" else state
+    return (Cell(f"  └ {said} since {when}{why}", STATE_MARKS[state].tone),)
 
 
 def _remark_line(remark: Remark, node: NodeState, now: Moment) -> tuple[Cell, ...]:

@@ -124,7 +124,8 @@ def test_an_engine_that_dies_is_shown_as_down_and_its_transfers_as_failed(
 
         seen = await_snapshot(paths, lambda s: s.instances[0].state == "down", "the instance to be down")
 
-    assert f"(pid {engine.pid}) ended without a word" in seen.instances[0].state_reason
+    how = seen.instances[0].state_reason.partition(f"(pid {engine.pid}) ")[2]
+    assert how in ("was killed by SIGKILL", "ended without a word")  # an older kernel may not know
     assert [(each.stage, each.error_class) for each in seen.transfers] == [("failed", "transport")]
 
 

@@ -1,0 +1,1 @@
+"""Servers without kvtop's connector: read through the metrics that they publish, and shown as observed."""

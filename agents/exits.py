@@ -31,21 +31,27 @@ _PIDFD_INFO: Final = struct.Struct("=QQ" + "I" * 11 + "i")
 """`struct pidfd_info` of linux/pidfd.h: mask, cgroup id, three pids, eight uids and gids, exit code."""
 _PIDFD_GET_INFO: Final = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT: Final = 1 << 3
+SAMPLE_NS: Final = 5_000_000_000
 OOM_BEFORE_SAMPLES: Final = 2
-"""How many samples old the count is that the last one is compared with: several seconds, and no more."""
+"""How many samples old the count is that the last one is compared with: 5 to 10 s."""
 
 
 class ExitWatch:
     """One engine process, from its hello to its end."""
 
-    def __init__(self, pid: int, *, logs: bool = True, ended: Callable[[], None] | None = None) -> None:
-        """Watch `pid`, this node's; call `ended` on the running event loop when it ends."""
+    def __init__(self, pid: int, *, no_logs: str = "", ended: Callable[[], None] | None = None) -> None:
+        """Watch `pid`, this node's; call `ended` on the running event loop when it ends.
+
+        `no_logs` says why its log is not looked at; empty, it is.
+        """
         self.pid = pid
         self.ended_ns: int | None = None
         self.wait_status: int | None = None
         self._ended = ended
         self._descriptor = _open_pidfd(pid)
-        self._log = EngineLog(pid) if logs else None
+        self._no_logs = no_logs
+        self._log = None if no_logs else EngineLog(pid)
+        self._sampled_ns = time.monotonic_ns()
         self._oom_file = oom_count_file(pid)
         self._oom_counts = [oom_count(self._oom_file)]
         self._exit: Exit | None = None
@@ -70,8 +76,10 @@ class ExitWatch:
         return False
 
     def sample(self) -> None:
-        """Take note of what can only be learned while the process lives."""
-        if self.ended_ns is None:
+        """Take note, now and then, of what can only be learned while the process lives."""
+        now_ns = time.monotonic_ns()
+        if self.ended_ns is None and now_ns - self._sampled_ns >= SAMPLE_NS:
+            self._sampled_ns = now_ns
             self._oom_counts = [*self._oom_counts, oom_count(self._oom_file)][-OOM_BEFORE_SAMPLES:]
             if self._log is not None:
                 self._log.refresh()
@@ -83,7 +91,7 @@ class ExitWatch:
                 self.wait_status = _wait_status(self.pid, self._descriptor)  # reaped by now, maybe
             died, code = _understood(self.wait_status)
             lines = self._log.tail() if self._log is not None else []
-            note = self._log.note if self._log is not None else "the agent runs with --no-engine-logs"
+            note = self._log.note if self._log is not None else self._no_logs
             self._exit = Exit(
                 process=label,
                 pid=self.pid,

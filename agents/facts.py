@@ -83,7 +83,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
     core_dumped: bool | None = None
     oom_kills: int | None = None
-    """Processes that the kernel killed for lack of memory in its memory cgroup, in its last seconds; where
+    """Processes that the kernel killed for lack of memory in its memory cgroup, in its last 5 to 10 s; where
     there is no such count, on the node. None: neither can be read."""
     log_lines: list[str] = []
     """vLLM's own last log lines, where its output goes to a file that the agent may read."""

@@ -220,7 +220,7 @@ class Instances:
         record.exit = None
         pid = hello.pid if seen_pid is None else seen_pid
         if before is None or before.watch.pid != pid or not before.watch.runs:
-            watch = ExitWatch(pid, logs=self._engine_logs, ended=lambda: self._on_end(record))
+            watch = ExitWatch(pid, no_logs=self._no_logs(hello), ended=lambda: self._on_end(record))
         else:
             watch = before.watch
         attachment = record.processes[hello.pid] = Attachment(
@@ -233,6 +233,12 @@ class Instances:
         self._judge(record, now_ns)
         self._forget_gone()
         return attachment
+
+    def _no_logs(self, hello: EngineHello) -> str:
+        """Return why a process's log is not looked at; empty where it is."""
+        if hello.simulated:
+            return "it is simulated"
+        return "" if self._engine_logs else "the agent runs with --no-engine-logs"
 
     def _forget_gone(self) -> None:
         """Drop instances that are gone: those whose name another has taken, and all but the latest few."""

@@ -22,7 +22,7 @@ from kvtop.agents.stock.window import HistogramWindow, quantile_bound
 from tests.support.acting import AGENT_CLI
 from tests.support.agent import agent_log, await_snapshot, hello, reporting, running_agent, runtime_folder
 from tests.support.metrics_server import Behaviour, MetricsServer, metrics_server
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, python
 from tests.support.waiting import wait_until
 
 TEXTS = ROOT / "tests" / "data" / "metrics"
@@ -375,3 +375,11 @@ def test_a_server_that_falls_silent_is_stale_and_then_down_and_its_figures_end()
 
     server.answered(text("vllm-decode"), 60 * NS)
     assert (server.freeze().state, server.freeze().state_reason) == ("serving", "")
+
+
+def test_an_agent_that_observes_nothing_loads_nothing_for_it() -> None:
+    loaded = python(
+        "import sys, kvtop.agents.cli, kvtop.agents.process, kvtop.agents.reports; print(*sys.modules)"
+    )
+
+    assert {"httpx", "prometheus_client"}.isdisjoint(loaded.split())

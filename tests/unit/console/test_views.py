@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import get_args
 
 from kvtop.agents.events import PairReport
+from kvtop.agents.facts import BucketedLatency, Buckets, KvCounters
 from kvtop.agents.model import Gap, InstanceState
 from kvtop.console.fleet.figures import fleet_figures
 from kvtop.console.fleet.state import FleetState, LinkState, NodeState
@@ -71,6 +72,37 @@ def test_a_down_instance_stays_in_place_with_since_when_and_why() -> None:
     assert "✗ down" in lines[at]
     assert "(2m04s ago): pid 7 was killed" in lines[at + 1]
     assert "decode-0" in lines[at + 2]
+
+
+def test_a_stale_instance_says_since_when_it_does_not_report_and_why() -> None:
+    stale = instance(state="stale", state_since_ns=NODE_NOW_NS - 9 * S, state_reason="pid 7 is stopped")
+    lines = fleet_lines(FleetState([node("p01", [stale])]))
+    assert "(9s ago): pid 7 is stopped" in only(lines, "└ not reporting since ")
+
+
+def test_an_observed_instance_is_marked_and_what_its_metrics_do_not_say_is_a_dash() -> None:
+    buckets = BucketedLatency(
+        60.0, Buckets([0.25, 1.0], [90, 10, 0], 100, 9.0), Buckets([0.1], [0, 5], 5, 1.0)
+    )
+    stock = instance(
+        "decode-7",
+        observed="vLLM /metrics",
+        mode=None,
+        transfers_done=None,
+        running=3,
+        waiting=0,
+        kv_counters=KvCounters(transfers=9, failed=4),
+        latency_buckets=buckets,
+    )
+    lines = fleet_lines(FleetState([node("p01", [stock])]))
+    row = only(lines, "decode-7")
+    columns = fleet_columns.fleet_table(FleetState([node("p01", [stock])])).columns
+    (seen,) = [r for r in fleet_rows(FleetState([node("p01", [stock])]), None, columns, NOW) if r.instance]
+    cells = {column.id: column.cell(seen, NOW).text for column in columns}
+    assert "OBS" in row
+    assert (cells["role"], cells["load"], cells["failed"]) == ("D –", "3/0", "4")
+    assert (cells["live"], cells["depth_on_wire"], cells["sent"], cells["received"]) == ("–",) * 4
+    assert (cells["ttft_p50"], cells["ttft_p99"], cells["itl_p50"]) == ("≤250ms", "≤1.00s", "–")
 
 
 def test_a_draining_instance_says_what_is_left_and_a_drained_one_that_nothing_is() -> None:

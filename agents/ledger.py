@@ -13,7 +13,7 @@ from typing import Final
 
 from kvtop.agents.events import Side, TransferEvent
 from kvtop.agents.model import Transfer
-from kvtop.agents.row import OTHER, RequestKey, Row
+from kvtop.agents.row import OTHER, Party, RequestKey, Row
 
 FINISHED_KEPT: Final = 2000
 COMPLETION_GRACE_S: Final = 5.0
@@ -123,9 +123,10 @@ class Ledger:
         events, self._aside = self._aside, []
         changed: dict[int, Row] = {}
         for engine_id, event, simulated in events:
+            own = Party(engine_id, event.request_id, reported=True)
             row = self._by_request.get((engine_id, event.side, event.request_id))
-            if row is None or row.reported_by(event.side) is None:
-                row = self._meet(engine_id, event)
+            if row is None or row.party(event.side) != own:
+                row = self._meet(row, engine_id, event)
                 row.simulated |= simulated
             if event.peer_engine_id:
                 row = self._hear_of_peer(row, event, event.peer_engine_id, changed)
@@ -225,26 +226,28 @@ class Ledger:
         """Return when the engine's oldest live row was first seen."""
         return min((row.first_seen_ns for row in self._live_rows(engine_id)), default=None)
 
-    def _meet(self, engine_id: str, event: TransferEvent) -> Row:
-        """Return the row to which a side belongs that has not reported yet, making one if there is none."""
+    def _meet(self, named: Row | None, engine_id: str, event: TransferEvent) -> Row:
+        """Return the row to which a side belongs that has not reported yet, making one if there is none.
+
+        `named` is the row whose peer is called so, if there is one.
+        """
         side, request_id = event.side, event.request_id
-        base = base_request_id(request_id)
-        key: RequestKey = (engine_id, side, request_id)
-        row = self._by_request.get(key)
+        waited = side, base_request_id(request_id)
+        row = named
         if row is None and event.peer_engine_id and event.peer_request_id:
             row = self._by_request.get((event.peer_engine_id, OTHER[side], event.peer_request_id))
         if row is None:
-            row = self._waiting.get((side, base))
+            row = self._waiting.get(waited)
         if row is None or not row.may_be(side, engine_id, request_id):
             row = Row(self._next_id)
             self._next_id += 1
             self._rows[row.id] = row
         row.meet(side, engine_id, request_id)
+        key: RequestKey = (engine_id, side, request_id)
         self._name(row, key)
         self._by_request[key] = row
-        self._waiting.pop((side, base), None)
-        if row.reported_by(OTHER[side]) is None:
-            self._waiting[OTHER[side], base] = row
+        self._waiting.pop(waited, None)
+        self._await_other(row)
         return row
 
     def _hear_of_peer(
@@ -283,6 +286,13 @@ class Ledger:
         self._forget(younger.id)
         for key in younger.keys:
             self._by_request[key] = older
+        self._await_other(older)
+
+    def _await_other(self, row: Row) -> None:
+        """Have a side that has not reported find the row by the base of the other's request id."""
+        for side, request_id in row.reports():
+            if row.reported_by(OTHER[side]) is None:
+                self._waiting[OTHER[side], base_request_id(request_id)] = row
 
     def _stop_waiting(self, *rows: Row) -> None:
         for row in rows:

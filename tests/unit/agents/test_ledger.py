@@ -190,6 +190,28 @@ def test_two_requests_whose_ids_share_a_base_are_joined_when_p_matches_them() ->
     assert forgotten == [2]
 
 
+@pytest.mark.parametrize(
+    ("named", "reports"), [((P, "x"), (P, "x")), (("another P", P_ID), ("another P", P_ID))]
+)
+def test_a_request_that_was_named_as_a_peer_by_mistake_is_a_transfer_of_its_own(
+    named: tuple[str, str], reports: tuple[str, str]
+) -> None:
+    """D names a peer that it only expects; P answers under other ids, which settles whose row it is."""
+    guess = {"peer_engine_id": named[0], "peer_request_id": named[1]}
+    ledger = ledger_of(
+        [of_d(10, "queued", direction="push", **guess), of_d(11, "allocated", **D_KNOWS_P), *PUSH_P]
+    )
+
+    ledger.apply(reports[0], of_request(reports[1], "queued"))
+
+    assert [
+        row.prefill and (row.prefill.engine_id, row.prefill.request_id) for row in ledger.snapshot(9)
+    ] == [
+        (P, P_ID),
+        reports,
+    ]
+
+
 def test_the_same_ids_on_another_engine_are_another_transfer() -> None:
     elsewhere = {"peer_engine_id": "another-p", "peer_request_id": P_ID}
     ledger = ledger_of([of_d(10, "queued", direction="push", **elsewhere), *PUSH_P[:1]])

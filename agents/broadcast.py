@@ -43,7 +43,8 @@ class Broadcast:
         """Tell what these know."""
         self._instances, self._ledger, self._node, self._host = instances, ledger, node, host
         self._built_s = 0.0
-        self._frames: dict[tuple[int, int], tuple[bytes, Mark]] = {}
+        self._frames: dict[int, tuple[bytes, Mark]] = {}
+        """By the id of the mark, which is kept so that its id stays its own: what came after it."""
         self._now = Mark(0, {}, None)
         """What who is served now has been told then; that it may be told a little more does no harm."""
 
@@ -64,12 +65,9 @@ class Broadcast:
         if mark.version < self._ledger.complete_since:
             return None
         self._refresh()
-        key = (mark.version, id(mark.instances))
-        frame, _ = self._frames.get(key, (None, mark))
-        if frame is None:
-            frame = self._changes(mark)
-            self._frames[key] = frame, mark  # holds `mark`, so that its id stays its own
-        return frame, self._now
+        if id(mark) not in self._frames:
+            self._frames[id(mark)] = self._changes(mark), mark
+        return self._frames[id(mark)][0], self._now
 
     def _changes(self, mark: Mark) -> bytes:
         changed, forgotten = self._ledger.changes(mark.version)

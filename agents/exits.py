@@ -17,16 +17,14 @@ import signal
 import struct
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
-from kvtop.agents.engine_log import EngineLog
+from kvtop.agents.engine_log import PROC, EngineLog
 from kvtop.agents.facts import Exit
 from kvtop.agents.host import status_of
 from kvtop.agents.oom import oom_count, oom_count_file
 from kvtop.agents.text import plural
 
-PROC: Final = Path("/proc")
 _PIDFD_INFO: Final = struct.Struct("=QQ" + "I" * 11 + "i")
 """`struct pidfd_info` of linux/pidfd.h: mask, cgroup id, three pids, eight uids and gids, exit code."""
 _PIDFD_GET_INFO: Final = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11

@@ -20,12 +20,12 @@ import psutil
 
 from kvtop.agents.events import Process
 from kvtop.agents.facts import Host, ProcessStats
+from kvtop.agents.latency import NS
 
 logger = logging.getLogger("kvtop.agent")
 
 SAMPLE_S: Final = 2.0
 BUSY_PERCENT: Final = 90.0
-NS: Final = 1_000_000_000
 _T = TypeVar("_T")
 
 

@@ -56,16 +56,22 @@ def merge(sketches: Iterable[Sketch]) -> Sketch:
         )
     if not parts:
         return Sketch()
-    keys = range(min(counts), max(counts) + 1) if counts else ()
+    offset, dense = _dense(counts)
     return Sketch(
         count=sum(part.count for part in parts),
         sum_s=sum(part.sum_s for part in parts),
         min_s=min((part.min_s for part in parts if part.min_s is not None), default=None),
         max_s=max((part.max_s for part in parts if part.max_s is not None), default=None),
         zero_count=sum(part.zero_count for part in parts),
-        offset=min(counts, default=0),
-        counts=[counts[key] for key in keys],
+        offset=offset,
+        counts=dense,
     )
+
+
+def _dense(counts: Counter[int]) -> tuple[int, list[float]]:
+    """Return the lowest bin, and the counts from it to the highest one."""
+    keys = range(min(counts), max(counts) + 1) if counts else range(0)
+    return keys.start, [counts[key] for key in keys]
 
 
 def quantile(sketch: Sketch, q: float) -> float | None:
@@ -131,8 +137,7 @@ class _Bins:
         count = self.zeros + self.counts.total()
         if not count:
             return Sketch()
-        offset = min(self.counts, default=0)
-        keys = range(offset, max(self.counts) + 1) if self.counts else ()
+        offset, dense = _dense(self.counts)
         return Sketch(
             count=count,
             sum_s=self.sum_s,
@@ -140,7 +145,7 @@ class _Bins:
             max_s=self.most_s,
             zero_count=self.zeros,
             offset=offset,
-            counts=[self.counts[key] for key in keys],
+            counts=dense,
         )
 
 
@@ -154,11 +159,10 @@ class _Slice:
 
 
 class LatencyWindow:
-    """The samples of one instance over the last `window_s` seconds."""
+    """The samples of one instance over the last `WINDOW_S` seconds."""
 
-    def __init__(self, window_s: float = WINDOW_S) -> None:
+    def __init__(self) -> None:
         """Begin empty."""
-        self._window_s = window_s
         self._slices: deque[_Slice] = deque()
         self._frozen: Latency | None = None
 
@@ -177,14 +181,14 @@ class LatencyWindow:
 
     def freeze(self, now_ns: int) -> Latency | None:
         """Return the window that ends now; None while no sample was ever seen."""
-        oldest_ns = now_ns - int((self._window_s + SLICE_S) * NS)
+        oldest_ns = now_ns - int((WINDOW_S + SLICE_S) * NS)
         while self._slices and self._slices[0].began_ns < oldest_ns:
             self._slices.popleft()
-            self._frozen = Latency(self._window_s, Sketch(), Sketch()) if not self._slices else None
+            self._frozen = Latency(WINDOW_S, Sketch(), Sketch()) if not self._slices else None
         if self._frozen is None and self._slices:
             ttft, itl = _Bins(), _Bins()
             for part in self._slices:
                 ttft.merge(part.ttft)
                 itl.merge(part.itl)
-            self._frozen = Latency(self._window_s, ttft.freeze(), itl.freeze())
+            self._frozen = Latency(WINDOW_S, ttft.freeze(), itl.freeze())
         return self._frozen

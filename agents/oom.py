@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-PROC: Final = Path("/proc")
+from kvtop.agents.engine_log import PROC
+
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
 

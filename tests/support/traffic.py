@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 import uuid
@@ -21,7 +20,6 @@ from typing import Any, Final
 import msgspec
 
 from kvtop.agents.events import (
-    EngineHello,
     EngineStats,
     LatencySamples,
     Mark,
@@ -32,7 +30,7 @@ from kvtop.agents.events import (
 )
 from kvtop.agents.reporter import Reporter
 from kvtop.agents.runtime import RuntimePaths
-from kvtop.agents.wire import WIRE_VERSION, Clock
+from tests.support.agent import hello
 
 TICK_S: Final = 0.05
 BLOCKS: Final = 40
@@ -132,18 +130,7 @@ def _make_pair(paths: RuntimePaths, number: int) -> _Pair:
     def reporter(role: Role) -> tuple[Reporter, str]:
         engine_id = f"simulated-{uuid.uuid4()}"
         made = Reporter(
-            EngineHello(
-                wire_version=WIRE_VERSION,
-                software="simulated traffic",
-                process="api-server",
-                pid=os.getpid(),
-                engine_id=engine_id,
-                name=f"sim-{role}-{number}",
-                role=role,
-                mode="push",
-                clock=Clock(time.monotonic_ns(), time.time_ns()),
-                simulated=True,
-            ),
+            hello(f"sim-{role}-{number}", engine_id=engine_id, role=role, simulated=True),
             paths,
             start_agent=False,
         )
